@@ -1,0 +1,267 @@
+"""`ring_attention`, the one public function: three ways to call it, one computation.
+
+    lists of chunks      one device folds the chunks one at a time
+    inside `shard_map`   the arrays are this device's shards of a ring over `axis_name`
+    global arrays        the function wraps itself in `shard_map` (`sharded.py`)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from jax_ring_attention import arguments as args
+from jax_ring_attention import compat
+from jax_ring_attention.chunk import select_kernel, vary_together
+from jax_ring_attention.kernels.contract import Problem
+from jax_ring_attention.layouts import Layout, check_layout, shard_multiple
+from jax_ring_attention.masks import Positions, SegmentIds
+from jax_ring_attention.ring import Inputs, Integers, Ring
+from jax_ring_attention.schedule import Schedule, check_schedule, needed_offsets, plan_chunks, plan_hops
+from jax_ring_attention.sharded import attend_sharded, resolve_mesh
+from jax_ring_attention.vjp import attend
+
+AxisName = str | tuple[str, ...]
+
+
+def ring_attention(
+    query: jax.Array,
+    key: Any,
+    value: Any,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    segment_ids: jax.Array | SegmentIds | None = None,
+    positions: jax.Array | Positions | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    axis_name: AxisName | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    spec: PartitionSpec | None = None,
+    layout: Layout = "contiguous",
+    schedule: Schedule = "ring",
+    block_sizes: Any = None,
+    **unsupported: Any,
+) -> Any:
+    """Exact attention over a sequence that is sharded over a ring of devices.
+
+        out = softmax(scale * query key^T + bias, over the keys that a query may see) value
+
+    Three forms, same result:
+
+    * `key` and `value` are lists of chunks: this device folds them one at a time. Chunks may differ in length, down to 1.
+    * arrays, where `axis_name` is a manual axis (inside your `shard_map`): the arrays are this device's shards.
+    * arrays elsewhere: global arrays, sharded over `mesh` or the mesh set by `jax.set_mesh` as `spec` says. Without a mesh,
+      one device.
+
+    Args:
+      query: (B, T, N, H), or (T, N, H), or (T, H). bfloat16, float16, float32 or float64.
+      key: (B, S, K, H) with N % K == 0 (grouped-query attention; heads are never repeated in memory or on the wire).
+      value: (B, S, K, Hv).
+      bias: broadcasts to (B, N, T, S); added to the scaled logits; differentiable. -inf hides a key. Inside `shard_map`: this
+        device's rows T, and the keys S of the whole ring.
+      mask: bool, broadcasts likewise; True where visible.
+      scale: factor on the logits; default 1 / sqrt(H).
+      is_causal: a query at position q sees keys at positions <= q. Positions of query and key both start at 0 (top-left).
+      query_seq_lengths, key_value_seq_lengths: int (B,); tokens from that natural index on are padding.
+      local_window_size: (left, right), or an int W for (W, W), inclusive on both ends; None on a side is unbounded. With
+        (2, 0), position 5 sees positions 3, 4 and 5.
+      implementation: "xla" (any platform), "autodiff" (any order and mode of differentiation, for short sequences), or None for
+        the first that accepts the inputs. A named one that cannot do it raises.
+      return_residual: also return the log-sum-exp.
+      segment_ids: int (B, T) for query and key alike, or `SegmentIds(query, key_value)`. Tokens see their own segment only; a
+        negative id is padding: sees nothing, is seen by nobody.
+      positions: int (T,) or (B, T) for both, or `Positions(query, key_value)`, below 2**30: replaces the positions that the
+        layout implies, for causal and window.
+      logits_soft_cap: c in c * tanh(logits / c), after the bias and before the mask.
+      sinks: (N,) logits of one extra key per head with value 0; differentiable.
+      axis_name: mesh axis, or tuple of axes, that the ring runs over; () for attention over the local arrays alone.
+      mesh, spec: for global arrays: the mesh and the PartitionSpec of BTNH, for example P("data", "seq", "tensor", None); its T
+        entry is the ring. With Explicit axis types both are read off the arrays.
+      layout: order in which tokens are STORED along T and S: "contiguous", "zigzag" or "striped" (`to_layout`). Per-token
+        arguments follow the stored order. The causal work is balanced over devices in the last two.
+      schedule: "ring"; "bidirectional", which sends the halves of each chunk opposite ways and equals "ring" where a window leaves
+        hops out; or "all_gather", which holds all keys at once.
+      block_sizes: `BlockSizes(block_q, block_kv)`, a pair or an int: the kernel's tiling.
+
+    Returns:
+      `out` with query's shape but Hv for H, in query's dtype. With `return_residual`, `(out, lse)`: lse (B, T, N) float32 (float64
+      for float64 inputs), natural log, differentiable.
+
+    Raises:
+      ValueError: shapes, dtypes, names or combinations that do not fit. NotImplementedError: what an implementation cannot do;
+      forward-mode and second-order differentiation (use implementation="autodiff"). TypeError: unknown keywords.
+
+    Differs from `jax.nn.dot_product_attention`: a row that sees no key gives 0 and lse -inf (there: mean of the values); lse is
+    float32 and differentiable (there: the key's dtype, gradient stopped); an int window is the same, (W, W).
+    T or S that the ring does not divide is padded and masked for global arrays, and a ValueError inside `shard_map`.
+
+    Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context", section 3.
+    """
+    args.refuse_keywords("ring_attention", unsupported)
+    check_layout(layout)
+    check_schedule(schedule)
+    rank = args.query_rank(query)
+    query = args.as_btnh("query", query, rank)
+    chunk_lengths: tuple[int, ...] = ()
+    if isinstance(key, list | tuple) or isinstance(value, list | tuple):
+        _refuse_ring_arguments(axis_name=axis_name, mesh=mesh, spec=spec)
+        _refuse_ring_arguments(
+            layout=None if layout == "contiguous" else layout, schedule=None if schedule == "ring" else schedule
+        )
+        key, value, chunk_lengths = _join_chunks(key, value, rank)
+    else:
+        key, value = (args.as_btnh(name, x, rank) for name, x in (("key", key), ("value", value)))
+    args.check_query_key_value(query, key, value)
+
+    if chunk_lengths:
+        axes, ring_size, place = (), 1, None
+    else:
+        axes, ring_size, place = resolve_mesh(query, rank, axis_name, mesh, spec)
+    is_global = place is not None
+
+    batch, length, heads, dim = query.shape
+    key_length = key.shape[1]
+    reach = args.attention_reach(is_causal, local_window_size)
+    query_segment, key_segment = args.token_sides("segment_ids", segment_ids, batch, length, key_length)
+    query_position, key_position = args.token_sides("positions", positions, batch, length, key_length)
+    placed = query_position is not None or key_position is not None
+    if reach == (None, None):  # nobody compares them, so they need not travel
+        query_position = key_position = None
+    all_keys = key_length if is_global else key_length * ring_size
+    dense_shape = (batch, heads, length, all_keys)
+    inputs = Inputs(
+        query,
+        key,
+        value,
+        args.dense_array("bias", bias, dense_shape),
+        args.sink_logits(sinks, heads),
+    )
+    integers = Integers(
+        query_position,
+        key_position,
+        query_segment,
+        key_segment,
+        args.row_lengths("query_seq_lengths", query_seq_lengths, batch),
+        args.row_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
+        args.dense_array("mask", mask, dense_shape),
+    )
+    static = Problem(
+        query_shape=query.shape,
+        key_shape=key.shape,
+        value_dim=value.shape[-1],
+        dtype=query.dtype,
+        scale=args.attention_scale(scale, dim),
+        reach=reach,
+        logits_soft_cap=args.attention_soft_cap(logits_soft_cap),
+        has_mask=mask is not None,
+        has_bias=bias is not None,
+        block_sizes=args.attention_block_sizes(block_sizes),
+        precision=compat.default_matmul_precision(),
+    )
+
+    def attend_here(inputs: Inputs, integers: Integers) -> tuple[jax.Array, jax.Array]:
+        """One device's part, from its shards."""
+        problem = _local_problem(static, inputs, integers)
+        ring = _ring(problem, axes, ring_size, layout, schedule, chunk_lengths, placed, implementation)
+        if axes and compat.checks_varying(axes):
+            marker = jax.lax.axis_index(axes)
+            inputs, integers, _ = vary_together((inputs, integers, marker))
+        return attend(ring, inputs, integers)
+
+    try:
+        if is_global:
+            out, lse = attend_sharded(attend_here, place, layout, ring_size, inputs, integers)
+        else:
+            _check_shard_lengths(layout, ring_size, length, key_length)
+            out, lse = attend_here(inputs, integers)
+    except TypeError as error:
+        if compat.FORWARD_MODE_MESSAGE not in str(error):
+            raise
+        raise NotImplementedError(
+            "ring_attention has a custom VJP, so forward-mode (jvp, jacfwd, hessian) and second-order differentiation are not "
+            "available; implementation='autodiff' supports every order and mode, at the memory of T x S scores."
+        ) from error
+    out, lse = args.drop_leading(out, rank), args.drop_leading(lse, rank)
+    return (out, lse) if return_residual else out
+
+
+def _local_problem(static: Problem, inputs: Inputs, integers: Integers) -> Problem:
+    row_wise = any(x is not None and x.shape[0] > 1 for x in integers[:-1])
+    return dataclasses.replace(static, query_shape=inputs.query.shape, key_shape=inputs.key.shape, row_wise=row_wise)
+
+
+def _ring(
+    problem: Problem,
+    axes: tuple[str, ...],
+    ring_size: int,
+    layout: str,
+    schedule: str,
+    chunk_lengths: tuple[int, ...],
+    placed: bool,
+    implementation: str | None,
+) -> Ring:
+    """Decide everything static: the hops and the kernel."""
+    length, key_length = problem.query_shape[1], problem.key_shape[1]
+    if chunk_lengths:
+        legs = plan_chunks(chunk_lengths)
+    elif schedule == "all_gather":
+        legs = None
+    else:
+        needed = None if placed else needed_offsets(layout, ring_size, length, key_length, problem.reach)
+        legs = plan_hops(schedule, ring_size, key_length, needed)
+    ring = Ring(axes, ring_size, layout, legs, problem)
+    return dataclasses.replace(ring, kernel=select_kernel(ring.chunk_problems(), implementation))
+
+
+def _join_chunks(key: Any, value: Any, rank: int) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
+    if not (isinstance(key, list | tuple) and isinstance(value, list | tuple)):
+        raise ValueError(
+            f"key is a {type(key).__name__} and value a {type(value).__name__}: pass both as lists of chunks or both as arrays."
+        )
+    if len(key) != len(value) or not key:
+        raise ValueError(f"got {len(key)} key chunks and {len(value)} value chunks; give at least one, and as many of each.")
+    keys = [args.as_btnh(f"key[{i}]", x, rank) for i, x in enumerate(key)]
+    values = [args.as_btnh(f"value[{i}]", x, rank) for i, x in enumerate(value)]
+    for i, (k, v) in enumerate(zip(keys, values, strict=True)):
+        if k.shape[1] != v.shape[1]:
+            raise ValueError(f"key[{i}] has {k.shape[1]} tokens and value[{i}] {v.shape[1]}; they must be equal.")
+        for name, x, first in (("key", k, keys[0]), ("value", v, values[0])):
+            if (x.shape[0], *x.shape[2:], x.dtype) != (first.shape[0], *first.shape[2:], first.dtype):
+                raise ValueError(
+                    f"{name}[{i}] is {x.dtype}{x.shape} but {name}[0] {first.dtype}{first.shape}; "
+                    "chunks may differ in length (axis 1) only."
+                )
+    return jnp.concatenate(keys, axis=1), jnp.concatenate(values, axis=1), tuple(k.shape[1] for k in keys)
+
+
+def _refuse_ring_arguments(**given: Any) -> None:
+    for name, x in given.items():
+        if x is not None:
+            raise ValueError(
+                f"{name}={x!r} has no meaning with lists of chunks, which one device folds in order; "
+                "pass arrays to run on a ring, or leave it out."
+            )
+
+
+def _check_shard_lengths(layout: str, ring_size: int, length: int, key_length: int) -> None:
+    """Inside `shard_map` shards are equal by construction; zigzag also wants two pieces in each."""
+    pieces = shard_multiple(layout, ring_size) // ring_size
+    for name, n in (("query", length), ("key", key_length)):
+        if n % pieces:
+            raise ValueError(
+                f"layout={layout!r} stores {pieces} pieces per shard, but this device's {name} has {n} tokens on a ring of "
+                f"{ring_size}: the global length {n * ring_size} is no multiple of {pieces * ring_size}. Pad the sequence, or "
+                "call ring_attention on global arrays, which pads by itself."
+            )

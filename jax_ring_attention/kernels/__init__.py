@@ -1,0 +1,1 @@
+"""Chunk kernels: implementations of the contract in `contract.py`. They never import each other."""
