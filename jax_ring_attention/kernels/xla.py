@@ -33,10 +33,11 @@ from jax_ring_attention.masks import (
 )
 from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finite_or_zero
 
-_DEFAULT_BLOCK = 512
+_LARGEST_DEFAULT_BLOCK = 512
 _SMALLEST_DEFAULT_BLOCK = 128
-#: Default blocks shrink until one block of scores, over all heads, has at most this many numbers.
-_SCORES_PER_STEP = 2**24
+#: Default blocks shrink until one block of scores, over all heads, has at most this many numbers. On CPU it must stay in cache
+#: (docs/log.md has the measurement); elsewhere it bounds memory.
+_SCORES_PER_STEP = {"cpu": 2**17, "other": 2**24}
 
 
 class Chunk(NamedTuple):
@@ -100,8 +101,9 @@ class XlaKernel:
         self.group_rows = batch // self.groups
         self.heads_per_kv = heads // self.kv_heads
         self.accumulator = accumulator_dtype(problem.dtype)
-        default = _DEFAULT_BLOCK
-        while default > _SMALLEST_DEFAULT_BLOCK and self.group_rows * heads * default**2 > _SCORES_PER_STEP:
+        budget = _SCORES_PER_STEP["cpu" if jax.default_backend() == "cpu" else "other"]
+        default = _LARGEST_DEFAULT_BLOCK
+        while default > _SMALLEST_DEFAULT_BLOCK and self.group_rows * heads * default**2 > budget:
             default //= 2
         self.query_tiling = _tiling(query_length, problem.block_sizes.block_q or default)
         self.key_tiling = _tiling(key_length, problem.block_sizes.block_kv or default)
@@ -267,9 +269,10 @@ class XlaKernel:
         """The chunk with zeros for keys that no query of this pair sees: 0 * NaN must not reach a sum."""
         if mask is None:
             return chunk
-        shape = (*chunk.key.shape[:3], self.heads_per_kv, self.query_tiling.size)
         mask = jnp.broadcast_to(mask, (*mask.shape[:4], chunk.key.shape[2]))
-        seen = jnp.broadcast_to(mask.any((2, 3)), shape[:3])[..., None]
+        seen = mask.any((2, 3))
+        # The barrier keeps XLA from fusing the reduction into its uses, which would repeat it for every head dim.
+        seen = jnp.broadcast_to(lax.optimization_barrier(seen), chunk.key.shape[:3])[..., None]
         return Chunk(*(jnp.where(seen, x, jnp.zeros_like(x)) for x in chunk))
 
     def _fold_pair(self, pair: _Pair, query: jax.Array, chunk: Chunk, carry: ChunkStats, masked: bool) -> ChunkStats:

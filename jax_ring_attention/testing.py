@@ -1,0 +1,189 @@
+"""Tools for testing attention: a dense float64 reference, inputs, and comparison with earned tolerances.
+
+A tolerance is earned, not chosen: the error against float64 may be at most a small multiple of what a dense computation in the
+same dtype makes on the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class AttentionInputs(NamedTuple):
+    """Query (B, T, N, H), key (B, S, K, H), value (B, S, K, Hv) and an output cotangent (B, T, N, Hv)."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    d_out: jax.Array
+
+
+def random_inputs(
+    seed: int,
+    batch: int = 1,
+    query_length: int = 16,
+    key_length: int | None = None,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    head_dim: int = 8,
+    value_dim: int | None = None,
+    dtype: Any = jnp.float32,
+    spread: float = 1.0,
+) -> AttentionInputs:
+    """Normal inputs of standard deviation `spread` and a normal cotangent. Unset sizes follow their neighbour.
+
+    bfloat16 errors hide at unit variance; test with spread=5 as well.
+    """
+    key_length = query_length if key_length is None else key_length
+    kv_heads = heads if kv_heads is None else kv_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    rng = np.random.default_rng(seed)
+
+    def draw(*shape, spread=spread):
+        return jnp.asarray(rng.normal(size=shape) * spread, dtype)
+
+    return AttentionInputs(
+        draw(batch, query_length, heads, head_dim),
+        draw(batch, key_length, kv_heads, head_dim),
+        draw(batch, key_length, kv_heads, value_dim),
+        draw(batch, query_length, heads, value_dim, spread=1.0),
+    )
+
+
+def visible_pairs(
+    query_length: int,
+    key_length: int,
+    *,
+    batch: int = 1,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    segment_ids: Any = None,
+    positions: Any = None,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    natural: tuple[Any, Any] | None = None,
+) -> np.ndarray:
+    """(B, T, S) bool in numpy: which query may see which key, straight from the definition.
+
+    `natural` gives the natural index of every stored token of both sides (default: stored in natural order); the rest is as in
+    `ring_attention`, with a pair for the two sides where they differ.
+    """
+
+    def sides(given):
+        return given if isinstance(given, tuple) else (given, given)
+
+    def per_row(x, length):
+        return np.broadcast_to(np.asarray(x), (batch, length))
+
+    lengths = (query_length, key_length)
+    index = [per_row(np.arange(n) if natural is None else natural[i], n) for i, n in enumerate(lengths)]
+    place = [
+        per_row(x, n) if x is not None else natural_index
+        for x, n, natural_index in zip(sides(positions), lengths, index, strict=True)
+    ]
+    seen = np.ones((batch, query_length, key_length), bool)
+    distance = place[1][:, None, :].astype(np.int64) - place[0][:, :, None]
+    if is_causal:
+        seen &= distance <= 0
+    if local_window_size is not None:
+        left, right = sides(local_window_size)
+        seen &= True if left is None else distance >= -left
+        seen &= True if right is None else distance <= right
+    if segment_ids is not None:
+        query, key = (per_row(x, n) for x, n in zip(sides(segment_ids), lengths, strict=True))
+        seen &= (query[:, :, None] == key[:, None, :]) & (query[:, :, None] >= 0)
+    for axis, given in ((0, query_seq_lengths), (1, key_value_seq_lengths)):
+        if given is not None:
+            real = index[axis] < np.asarray(given)[:, None]
+            seen &= real[:, :, None] if axis == 0 else real[:, None, :]
+    return seen
+
+
+def dense_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    seen: Any = None,
+    *,
+    bias: Any = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Any = None,
+    dtype: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention with the whole score matrix, `(out, lse)`, differentiable, in `dtype` (None: float64 if enabled, else float32).
+
+    `seen` broadcasts to (B, N, T, S). A row without keys gives 0 and -inf. Only a bias of -inf hides; keys that nobody sees
+    are left out of all sums.
+    """
+    dtype = jnp.dtype(dtype) if dtype is not None else jnp.asarray(np.float64(0)).dtype
+    query, key, value = (jnp.asarray(x).astype(dtype) for x in (query, key, value))
+    group = query.shape[2] // key.shape[2]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    shape = (query.shape[0], query.shape[2], query.shape[1], key.shape[1])
+    seen = jnp.broadcast_to(jnp.ones((), bool) if seen is None else jnp.asarray(seen), shape)
+    if bias is not None:
+        seen = seen & (jnp.asarray(bias) != -jnp.inf)
+        bias = jnp.where(jnp.asarray(bias) == -jnp.inf, 0, jnp.asarray(bias)).astype(dtype)
+    by_kv_head = seen.reshape(shape[0], -1, group, *shape[2:])
+    useful = jnp.moveaxis(by_kv_head.any((2, 3)), 1, 2)[..., None]
+    key, value = (jnp.repeat(jnp.where(useful, x, 0), group, axis=2) for x in (key, value))
+    query = jnp.where(jnp.moveaxis(seen.any(-1), 1, 2)[..., None], query, 0)
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key) * jnp.asarray(scale, dtype)
+    if bias is not None:
+        logits = logits + bias
+    if logits_soft_cap is not None:
+        logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
+    logits = jnp.where(seen, logits, -jnp.inf)
+    if sinks is not None:
+        sink = jnp.broadcast_to(jnp.asarray(sinks).astype(dtype)[None, :, None, None], (*shape[:3], 1))
+        logits = jnp.concatenate([logits, sink], axis=-1)
+    top = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    weights = jnp.exp(logits - jnp.where(top == -jnp.inf, 0, top))
+    total = weights.sum(-1)
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    weights = weights / total[..., None]
+    lse = jnp.where(empty, -jnp.inf, jnp.where(empty, 0, top[..., 0]) + jnp.log(total))
+    out = jnp.einsum("bnts,bsnv->btnv", weights[..., : shape[3]], value)
+    return out, jnp.moveaxis(lse, 1, 2)
+
+
+def relative_error(have: Any, want: Any) -> float:
+    """||have - want|| / ||want|| in float64; inf for NaN or for infinities in different places."""
+    have, want = (np.asarray(x, np.float64) for x in (have, want))
+    if have.shape != want.shape:
+        raise AssertionError(f"shapes differ: have {have.shape}, want {want.shape}")
+    finite = np.isfinite(want)
+    if not (np.array_equal(finite, np.isfinite(have)) and np.array_equal(have[~finite], want[~finite])):
+        return float("inf")
+    norm = np.linalg.norm(want[finite])
+    return float(np.linalg.norm((have - want)[finite]) / (norm if norm else 1.0))
+
+
+def assert_close(have: Any, want: Any, tolerance: float, names: Sequence[str] | None = None) -> None:
+    """Every leaf of `have` within `tolerance` (relative, in norm) of its partner in `want`; infinities must agree exactly."""
+    haves, wants = jax.tree.leaves(have), jax.tree.leaves(want)
+    if len(haves) != len(wants):
+        raise AssertionError(f"have {len(haves)} arrays, want {len(wants)}")
+    errors = [relative_error(a, b) for a, b in zip(haves, wants, strict=True)]
+    labels = names or [str(i) for i in range(len(errors))]
+    report = ", ".join(f"{name} {error:.2e}" for name, error in zip(labels, errors, strict=False))
+    if not all(error <= tolerance for error in errors):
+        raise AssertionError(f"relative errors [{report}] exceed {tolerance:.1e}")
+
+
+def value_and_grads(attention: Callable[..., Any], arguments: Sequence[Any], d_out: Any) -> tuple[Any, tuple[Any, ...]]:
+    """`attention(*arguments)` and its gradients for the cotangent(s) `d_out`, under one `jax.jit`."""
+
+    @jax.jit
+    def both(arguments, d_out):
+        out, pull = jax.vjp(attention, *arguments)
+        return out, pull(jax.tree.map(lambda x, like: x.astype(like.dtype), d_out, out))
+
+    return both(tuple(arguments), d_out)
