@@ -1,8 +1,8 @@
 """`ring_attention`, the one public function: three ways to call it, one computation.
 
-    lists of chunks      one device folds the chunks one at a time
-    inside `shard_map`   the arrays are this device's shards of a ring over `axis_name`
-    global arrays        the function wraps itself in `shard_map` (`sharded.py`)
+lists of chunks      one device folds the chunks one at a time
+inside `shard_map`   the arrays are this device's shards of a ring over `axis_name`
+global arrays        the function wraps itself in `shard_map` (`sharded.py`)
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jax_ring_attention.chunk import select_kernel, vary_together
 from jax_ring_attention.kernels.contract import Problem
 from jax_ring_attention.layouts import Layout, check_layout, shard_multiple
 from jax_ring_attention.masks import Positions, SegmentIds
-from jax_ring_attention.ring import Inputs, Integers, Ring
+from jax_ring_attention.ring import Inputs, Integers, Ring, chunk_problems
 from jax_ring_attention.schedule import Schedule, check_schedule, needed_offsets, plan_chunks, plan_hops
-from jax_ring_attention.sharded import attend_sharded, resolve_mesh
+from jax_ring_attention.sharded import LOCAL, attend_sharded, resolve_mesh
 from jax_ring_attention.vjp import attend
 
 AxisName = str | tuple[str, ...]
@@ -91,13 +91,13 @@ def ring_attention(
         entry is the ring. With Explicit axis types both are read off the arrays.
       layout: order in which tokens are STORED along T and S: "contiguous", "zigzag" or "striped" (`to_layout`). Per-token
         arguments follow the stored order. The causal work is balanced over devices in the last two.
-      schedule: "ring"; "bidirectional", which sends the halves of each chunk opposite ways and equals "ring" where a window leaves
-        hops out; or "all_gather", which holds all keys at once.
+      schedule: "ring"; "bidirectional", which sends the halves of each chunk opposite ways, and equals "ring" where a window
+        leaves hops out; or "all_gather", which holds all keys at once.
       block_sizes: `BlockSizes(block_q, block_kv)`, a pair or an int: the kernel's tiling.
 
     Returns:
-      `out` with query's shape but Hv for H, in query's dtype. With `return_residual`, `(out, lse)`: lse (B, T, N) float32 (float64
-      for float64 inputs), natural log, differentiable.
+      `out` with query's shape but Hv for H, in query's dtype. With `return_residual`, `(out, lse)`: lse (B, T, N) float32
+      (float64 for float64 inputs), natural log, differentiable.
 
     Raises:
       ValueError: shapes, dtypes, names or combinations that do not fit. NotImplementedError: what an implementation cannot do;
@@ -125,11 +125,7 @@ def ring_attention(
         key, value = (args.as_btnh(name, x, rank) for name, x in (("key", key), ("value", value)))
     args.check_query_key_value(query, key, value)
 
-    if chunk_lengths:
-        axes, ring_size, place = (), 1, None
-    else:
-        axes, ring_size, place = resolve_mesh(query, rank, axis_name, mesh, spec)
-    is_global = place is not None
+    axes, ring_size, place = LOCAL if chunk_lengths else resolve_mesh(query, axis_name, mesh, spec)
 
     batch, length, heads, dim = query.shape
     key_length = key.shape[1]
@@ -139,7 +135,7 @@ def ring_attention(
     placed = query_position is not None or key_position is not None
     if reach == (None, None):  # nobody compares them, so they need not travel
         query_position = key_position = None
-    all_keys = key_length if is_global else key_length * ring_size
+    all_keys = key_length * ring_size if place is None else key_length
     dense_shape = (batch, heads, length, all_keys)
     inputs = Inputs(
         query,
@@ -181,11 +177,11 @@ def ring_attention(
         return attend(ring, inputs, integers)
 
     try:
-        if is_global:
-            out, lse = attend_sharded(attend_here, place, layout, ring_size, inputs, integers)
-        else:
+        if place is None:
             _check_shard_lengths(layout, ring_size, length, key_length)
             out, lse = attend_here(inputs, integers)
+        else:
+            out, lse = attend_sharded(attend_here, place, layout, ring_size, inputs, integers)
     except TypeError as error:
         if compat.FORWARD_MODE_MESSAGE not in str(error):
             raise
@@ -221,8 +217,8 @@ def _ring(
     else:
         needed = None if placed else needed_offsets(layout, ring_size, length, key_length, problem.reach)
         legs = plan_hops(schedule, ring_size, key_length, needed)
-    ring = Ring(axes, ring_size, layout, legs, problem)
-    return dataclasses.replace(ring, kernel=select_kernel(ring.chunk_problems(), implementation))
+    kernel = select_kernel(chunk_problems(problem, ring_size, legs), implementation)
+    return Ring(axes, ring_size, layout, legs, problem, kernel)
 
 
 def _join_chunks(key: Any, value: Any, rank: int) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:

@@ -63,22 +63,16 @@ def check_query_key_value(query: jax.Array, key: jax.Array, value: jax.Array) ->
         )
     b, _, n, h = query.shape
     if key.shape[0] != b or value.shape[0] != b:
-        raise ValueError(
-            f"batch sizes differ: query {query.shape}, key {key.shape}, value {value.shape}; axis 0 must be equal."
-        )
+        raise ValueError(f"batch sizes differ: query {query.shape}, key {key.shape}, value {value.shape}; axis 0 must be equal.")
     if key.shape[1:3] != value.shape[1:3]:
-        raise ValueError(
-            f"key {key.shape} and value {value.shape} must agree in length (axis 1) and number of heads (axis 2)."
-        )
+        raise ValueError(f"key {key.shape} and value {value.shape} must agree in length (axis 1) and number of heads (axis 2).")
     if key.shape[3] != h:
         raise ValueError(f"query head dim {h} and key head dim {key.shape[3]} must be equal (only value's may differ).")
     if n % key.shape[2]:
         hint = ""
         if query.shape[1] < n:
             hint = " The arrays look like (B, heads, T, H); this function takes (B, T, heads, H)."
-        raise ValueError(
-            f"{n} query heads cannot share {key.shape[2]} key/value heads evenly; N must be a multiple of K.{hint}"
-        )
+        raise ValueError(f"{n} query heads cannot share {key.shape[2]} key/value heads evenly; N must be a multiple of K.{hint}")
 
 
 def attention_scale(scale: Any, head_dim: int) -> float:
@@ -96,9 +90,7 @@ def attention_soft_cap(logits_soft_cap: Any) -> float | None:
     if logits_soft_cap is None:
         return None
     if isinstance(logits_soft_cap, jax.core.Tracer) or jnp.ndim(logits_soft_cap) != 0 or not logits_soft_cap > 0:
-        raise ValueError(
-            f"logits_soft_cap={logits_soft_cap!r} must be a positive Python number, or None for no cap."
-        )
+        raise ValueError(f"logits_soft_cap={logits_soft_cap!r} must be a positive Python number, or None for no cap.")
     return float(logits_soft_cap)
 
 
@@ -110,9 +102,7 @@ def attention_reach(is_causal: Any, local_window_size: Any) -> Reach:
         left = right = None
     elif isinstance(local_window_size, Sequence):
         if len(local_window_size) != 2:
-            raise ValueError(
-                f"local_window_size={local_window_size!r} must be (left, right) or one int for both sides."
-            )
+            raise ValueError(f"local_window_size={local_window_size!r} must be (left, right) or one int for both sides.")
         left, right = (None if x is None else _window_side(x, local_window_size) for x in local_window_size)
     else:
         left = right = _window_side(local_window_size, local_window_size)
@@ -161,8 +151,7 @@ def token_sides(
             raise ValueError("segment_ids=SegmentIds(query, key_value) needs both sides; use zeros for one document.")
     elif isinstance(given, Positions | SegmentIds | tuple | list):
         raise ValueError(
-            f"{name} must be one array for query and key alike, or {kind.__name__}(query, key_value); "
-            f"got {type(given).__name__}."
+            f"{name} must be one array for query and key alike, or {kind.__name__}(query, key_value); got {type(given).__name__}."
         )
     elif query_length != key_length:
         raise ValueError(

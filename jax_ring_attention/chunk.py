@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax_ring_attention import arguments as args
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.autodiff import AutodiffKernel
-from jax_ring_attention.kernels.contract import Dense, Kernel, Problem
+from jax_ring_attention.kernels.contract import Dense, Kernel, Problem, Scope
 from jax_ring_attention.kernels.xla import XlaKernel
-from jax_ring_attention.masks import Tokens
+from jax_ring_attention.masks import token_integers
 from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finite_or_zero, identity_chunk_stats
 
 #: In order of preference for `implementation=None`. `autodiff` trades memory for any-order derivatives and is taken only by name.
@@ -98,8 +98,7 @@ def attention_chunk_stats(
     args.refuse_keywords("attention_chunk_stats", unsupported)
     rank = args.query_rank(query)
     query, key, value = (
-        args.as_btnh(name, x, rank)
-        for name, x in (("query", query), ("key_chunk", key_chunk), ("value_chunk", value_chunk))
+        args.as_btnh(name, x, rank) for name, x in (("query", query), ("key_chunk", key_chunk), ("value_chunk", value_chunk))
     )
     args.check_query_key_value(query, key, value)
     problem, tokens, dense = _chunk_problem(
@@ -181,9 +180,7 @@ def attention_chunk_grads(
     row_shape = query.shape[:-1]
     _check_shape("d_output", d_output, (*row_shape, value.shape[-1]))
     accumulator = accumulator_dtype(query.dtype)
-    lse, delta = (
-        _lift_rows(name, x, rank, row_shape).astype(accumulator) for name, x in (("lse", lse), ("delta", delta))
-    )
+    lse, delta = (_lift_rows(name, x, rank, row_shape).astype(accumulator) for name, x in (("lse", lse), ("delta", delta)))
     problem, tokens, dense = _chunk_problem(
         query,
         key,
@@ -232,14 +229,10 @@ def _chunk_problem(query, key, value, bias, mask, *, positions, segment_ids, **o
     reach = args.attention_reach(options["is_causal"], options["local_window_size"])
     segments = args.token_sides("segment_ids", segment_ids, batch, length, key_length)
     placed = args.token_sides("positions", positions, batch, length, key_length)
-    if reach == (None, None):
-        placed = (None, None)
-    else:
-        placed = tuple(
-            jnp.arange(n, dtype=jnp.int32)[None] if x is None else x
-            for x, n in zip(placed, (length, key_length), strict=True)
-        )
-    tokens = tuple(Tokens(*both) for both in zip(placed, segments, strict=True))
+    tokens = tuple(
+        token_integers(jnp.arange(n, dtype=jnp.int32), reach, position=position, segment=segment, lengths=None)
+        for n, position, segment in zip((length, key_length), placed, segments, strict=True)
+    )
     shape = (batch, heads, length, key_length)
     dense = Dense(args.dense_array("mask", mask, shape), args.dense_array("bias", bias, shape))
     problem = Problem(
@@ -287,7 +280,7 @@ def _chunk_stats_plain(task, query, key, value, bias, carry, tokens, mask):
     kernel = _kernel(task)
     dense = kernel.pack_dense(Dense(mask, bias), kernel.overhang)
     packed = kernel.pack_query(query), kernel.pack_chunk(key, value)
-    return kernel.unpack_stats(kernel.fold(*packed, *tokens, dense, 0, kernel.pack_stats(carry)))
+    return kernel.unpack_stats(kernel.fold(*packed, Scope(tokens[0], tokens[1], dense, 0), kernel.pack_stats(carry)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -322,10 +315,9 @@ def _chunk_grads(task, query, key, value, d_output, lse, delta, dense, tokens):
     packed_dense = kernel.pack_dense(dense, kernel.overhang)
     rows = kernel.pack_rows(query, d_output, lse, delta)
     chunk = kernel.pack_chunk(key, value)
-    d_bias = None if dense.bias is None else jnp.zeros_like(packed_dense.bias, dtype=accumulator_dtype(query.dtype))
-    d_query, d_bias, d_chunk = kernel.fold_grads(
-        rows, chunk, *tokens, packed_dense, 0, kernel.initial_d_query(rows), d_bias
-    )
+    d_bias = kernel.initial_d_bias(packed_dense)
+    scope = Scope(tokens[0], tokens[1], packed_dense, 0)
+    d_query, d_bias, d_chunk = kernel.fold_grads(rows, chunk, scope, kernel.initial_d_query(rows), d_bias)
     if d_bias is not None:
         d_bias = jax.lax.slice(d_bias, (0,) * 4, dense.bias.shape)
     return kernel.unpack_d_query(d_query), *kernel.unpack_d_chunk(d_chunk), d_bias

@@ -54,4 +54,4 @@ def mesh_in_context() -> jax.sharding.AbstractMesh | None:
 
 def default_matmul_precision() -> str | None:
     """What `jax.default_matmul_precision` is set to here."""
-    return jax.config.jax_default_matmul_precision
+    return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]

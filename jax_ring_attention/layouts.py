@@ -79,7 +79,7 @@ def storage_order(layout: str, num_shards: int, length: int) -> np.ndarray:
 
 
 def padded_slots(layout: str, num_shards: int, length: int) -> tuple[np.ndarray, int]:
-    """Where the `length` stored tokens sit once every shard has the same number of slots: `(slot of token i, number of slots)`."""
+    """Where `length` stored tokens sit once every shard has the same number of slots: `(slot of token i, number of slots)`."""
     multiple = shard_multiple(layout, num_shards)
     padded = -(-length // multiple) * multiple
     return np.flatnonzero(storage_order(layout, num_shards, padded) < length), padded

@@ -44,7 +44,7 @@ class SegmentIds(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The integers of one side's tokens, each int32 of shape (B, L) or (1, L) when all rows agree; None when nobody compares it."""
+    """The integers of one side's tokens: int32 (B, L), or (1, L) when all rows agree; None when nobody compares them."""
 
     position: jax.Array | None = None
     segment: jax.Array | None = None
@@ -96,10 +96,14 @@ def visible(query: Tokens, key: Tokens, reach: Reach) -> jax.Array | None:
     """(B | 1, T, S) bool, which query token sees which key token; None when all do."""
     conditions = []
     left, right = reach
+    if reach != (None, None):
+        assert query.position is not None, "a bounded reach compares positions"
+        assert key.position is not None, "a bounded reach compares positions"
+        distance = key.position[:, None, :] - query.position[:, :, None]
     if left is not None:
-        conditions.append(key.position[:, None, :] >= query.position[:, :, None] - left)
+        conditions.append(distance >= -left)
     if right is not None:
-        conditions.append(key.position[:, None, :] <= query.position[:, :, None] + right)
+        conditions.append(distance <= right)
     if query.segment is not None and key.segment is not None:
         conditions.append(query.segment[:, :, None] == key.segment[:, None, :])
     if query.segment is not None:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ring_attention.kernels.contract import Dense, Kernel, Problem
+from jax_ring_attention.kernels.contract import Dense, Kernel, Problem, Scope
 from jax_ring_attention.layouts import shard_positions
 from jax_ring_attention.masks import Tokens, token_integers
 from jax_ring_attention.schedule import Leg, Stream, permutation
@@ -52,20 +52,24 @@ class Ring:
     layout: str
     legs: tuple[Leg, ...] | None
     problem: Problem
-    kernel: type[Kernel] | None = None
+    kernel: type[Kernel]
 
     def rank(self) -> Any:
         return lax.axis_index(self.axis_name) if self.size > 1 else jnp.int32(0)
 
-    def chunk_problems(self) -> tuple[Problem, ...]:
-        """One problem for each length of key/value that a kernel folds at once."""
-        batch, whole, heads, dim = self.problem.key_shape
-        lengths = [self.size * whole] if self.legs is None else [s.size for leg in self.legs for s in leg.streams]
-        return tuple(dataclasses.replace(self.problem, key_shape=(batch, n, heads, dim)) for n in dict.fromkeys(lengths))
+
+def chunk_problems(problem: Problem, size: int, legs: tuple[Leg, ...] | None) -> tuple[Problem, ...]:
+    """One problem for each length of key and value that a kernel folds at once; `problem` is that of a whole chunk."""
+    batch, whole, heads, dim = problem.key_shape
+    lengths = [size * whole] if legs is None else [stream.size for leg in legs for stream in leg.streams]
+    return tuple(dataclasses.replace(problem, key_shape=(batch, n, heads, dim)) for n in dict.fromkeys(lengths))
 
 
 class Inputs(NamedTuple):
-    """What gradients flow to: query (B, T, N, H), key (B, S, K, H), value (B, S, K, Hv), bias (B|1, N|1, T|1, P*S|1), sinks (N,)."""
+    """What gradients flow to.
+
+    query (B, T, N, H), key (B, S, K, H), value (B, S, K, Hv), bias (B | 1, N | 1, T | 1, P * S | 1), sinks (N,).
+    """
 
     query: jax.Array
     key: jax.Array
@@ -75,7 +79,10 @@ class Inputs(NamedTuple):
 
 
 class Integers(NamedTuple):
-    """What decides who sees whom: positions and segments (B|1, T or S), lengths (B|1,), mask (B|1, N|1, T|1, P*S|1) bool."""
+    """What decides who sees whom.
+
+    Positions and segments (B | 1, T or S), lengths (B | 1,), mask bool like the bias.
+    """
 
     query_position: jax.Array | None = None
     key_position: jax.Array | None = None
@@ -109,30 +116,33 @@ class Ready(NamedTuple):
         """Any of the kernels, for what does not depend on the chunk's length."""
         return next(iter(self.kernels.values()))
 
-    def key_tokens(self, stream: Stream, source: Any, chunk: Chunk) -> Tokens:
-        """Integers of the part of rank `source`'s tokens that is in hand."""
+    def scope(self, stream: Stream, hop: Any, chunk: Chunk) -> Scope:
+        """Who sees whom at this hop: the part in hand belongs to another rank."""
         ring = self.ring
-        natural = shard_positions(ring.layout, source, ring.size, ring.problem.key_shape[1])
-        return self._tokens(natural[stream.start : stream.start + stream.size], chunk)
+        source = stream.source(self.rank, hop, ring.size)
+        chunk_length = ring.problem.key_shape[1]
+        natural = shard_positions(ring.layout, source, ring.size, chunk_length)
+        tokens = self._key_tokens(natural[stream.start : stream.start + stream.size], chunk)
+        return Scope(self.query_tokens, tokens, self.dense, source * chunk_length + stream.start)
 
-    def gathered_key_tokens(self, chunk: Chunk) -> Tokens:
-        """Integers of the tokens of all ranks, in rank order."""
+    def gathered_scope(self, chunk: Chunk) -> Scope:
+        """Who sees whom when the chunks of all ranks are in hand, in rank order."""
         ring = self.ring
 
         def of_rank(rank):
             return shard_positions(ring.layout, rank, ring.size, ring.problem.key_shape[1])
 
-        return self._tokens(jax.vmap(of_rank)(jnp.arange(ring.size, dtype=jnp.int32)).reshape(-1), chunk)
+        natural = jax.vmap(of_rank)(jnp.arange(ring.size, dtype=jnp.int32)).reshape(-1)
+        return Scope(self.query_tokens, self._key_tokens(natural, chunk), self.dense, 0)
 
-    def _tokens(self, natural: jax.Array, chunk: Chunk) -> Tokens:
-        return token_integers(
-            natural, self.ring.problem.reach, position=chunk.position, segment=chunk.segment, lengths=self.key_lengths
-        )
+    def _key_tokens(self, natural: jax.Array, chunk: Chunk) -> Tokens:
+        reach = self.ring.problem.reach
+        return token_integers(natural, reach, position=chunk.position, segment=chunk.segment, lengths=self.key_lengths)
 
 
 def _prepare(ring: Ring, inputs: Inputs, integers: Integers) -> Ready:
     rank = ring.rank()
-    kernels = {problem.key_shape[1]: ring.kernel(problem) for problem in ring.chunk_problems()}
+    kernels = {problem.key_shape[1]: ring.kernel(problem) for problem in chunk_problems(ring.problem, ring.size, ring.legs)}
     query_tokens = token_integers(
         shard_positions(ring.layout, rank, ring.size, ring.problem.query_shape[1]),
         ring.problem.reach,
@@ -176,18 +186,13 @@ def ring_forward(ring: Ring, inputs: Inputs, integers: Integers) -> tuple[jax.Ar
 
     def fold(hop, leg, chunks, carry):
         for stream, chunk in zip(leg.streams, chunks, strict=True):
-            source = stream.source(ready.rank, hop, ring.size)
-            tokens = ready.key_tokens(stream, source, chunk)
-            offset = source * inputs.key.shape[1] + stream.start
-            kernel = ready.kernels[stream.size]
-            carry = kernel.fold(query, chunk.packed, ready.query_tokens, tokens, ready.dense, offset, carry)
+            carry = ready.kernels[stream.size].fold(query, chunk.packed, ready.scope(stream, hop, chunk), carry)
         return carry
 
     carry = ready.kernel.pack_stats(_no_keys(inputs))
     if ring.legs is None:
         chunk = _gather_chunk(ready, inputs, integers)
-        tokens = ready.gathered_key_tokens(chunk)
-        carry = ready.kernel.fold(query, chunk.packed, ready.query_tokens, tokens, ready.dense, 0, carry)
+        carry = ready.kernel.fold(query, chunk.packed, ready.gathered_scope(chunk), carry)
     for leg in ring.legs or ():
         hops = leg.streams[0].hops
         chunks = _home_chunks(ready, leg, inputs, integers)
@@ -223,29 +228,23 @@ def ring_backward(
     if ready.query_tokens.segment is not None:  # whatever is stored in padding meets only zeros
         query = jnp.where((ready.query_tokens.segment >= 0)[:, :, None, None], query, jnp.zeros_like(query))
     rows = ready.kernel.pack_rows(query, d_out.astype(query.dtype), lse, delta)
-    d_query = ready.kernel.initial_d_query(rows)
-    d_bias = None if inputs.bias is None else jnp.zeros_like(ready.dense.bias, dtype=accumulator)
 
     def grads(hop, leg, chunks, sums):
         d_query, d_bias = sums
         d_chunks = []
         for stream, chunk in zip(leg.streams, chunks, strict=True):
-            source = stream.source(ready.rank, hop, ring.size)
-            tokens = ready.key_tokens(stream, source, chunk)
-            offset = source * inputs.key.shape[1] + stream.start
-            d_query, d_bias, d_chunk = ready.kernels[stream.size].fold_grads(
-                rows, chunk.packed, ready.query_tokens, tokens, ready.dense, offset, d_query, d_bias
-            )
+            scope = ready.scope(stream, hop, chunk)
+            d_query, d_bias, d_chunk = ready.kernels[stream.size].fold_grads(rows, chunk.packed, scope, d_query, d_bias)
             d_chunks.append(d_chunk)
         return (d_query, d_bias), tuple(d_chunks)
 
-    sums = (d_query, d_bias)
+    sums: tuple[Any, ...] = (ready.kernel.initial_d_query(rows), ready.kernel.initial_d_bias(ready.dense))
     parts: dict[int, tuple[jax.Array, jax.Array]] = {}
     if ring.legs is None:
         chunk = _gather_chunk(ready, inputs, integers)
-        tokens = ready.gathered_key_tokens(chunk)
-        *sums, d_chunk = ready.kernel.fold_grads(rows, chunk.packed, ready.query_tokens, tokens, ready.dense, 0, *sums)
-        parts[0] = tuple(_scatter(ring, x) for x in ready.kernel.unpack_d_chunk(d_chunk))
+        *sums_here, d_chunk = ready.kernel.fold_grads(rows, chunk.packed, ready.gathered_scope(chunk), *sums)
+        d_key, d_value = ready.kernel.unpack_d_chunk(d_chunk)
+        sums, parts[0] = tuple(sums_here), (_scatter(ring, d_key), _scatter(ring, d_value))
     for leg in ring.legs or ():
         hops = leg.streams[0].hops
         chunks = _home_chunks(ready, leg, inputs, integers)
@@ -277,7 +276,7 @@ def ring_backward(
 
     d_query, d_bias = sums
     d_key, d_value = (jnp.concatenate(x, axis=1) for x in zip(*(parts[start] for start in sorted(parts)), strict=True))
-    if d_bias is not None:
+    if inputs.bias is not None:
         d_bias = lax.slice(d_bias, (0,) * 4, inputs.bias.shape).astype(inputs.bias.dtype)
     return Inputs(
         ready.kernel.unpack_d_query(d_query).astype(query.dtype),
@@ -321,4 +320,3 @@ def _scatter(ring: Ring, x: jax.Array) -> jax.Array:
     if ring.size == 1:
         return x
     return lax.psum_scatter(x, ring.axis_name, scatter_dimension=1, tiled=True)
-

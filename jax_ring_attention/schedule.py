@@ -73,7 +73,7 @@ def needed_offsets(layout: str, ring_size: int, query_length: int, key_length: i
             if left is not None:
                 high = np.minimum(high, (left - gap) // query_stride)
             visible |= low <= high
-    return visible.any(axis=0)
+    return np.asarray(visible.any(axis=0))
 
 
 def plan_hops(schedule: str, ring_size: int, key_length: int, needed: np.ndarray | None = None) -> tuple[Leg, ...]:
@@ -111,6 +111,4 @@ def plan_hops(schedule: str, ring_size: int, key_length: int, needed: np.ndarray
 def plan_chunks(lengths: tuple[int, ...]) -> tuple[Leg, ...]:
     """The legs that fold a list of chunks on one device, one at a time: consecutive parts that never move."""
     starts = np.cumsum((0, *lengths))
-    return tuple(
-        Leg((Stream(1, 0, int(start), length),), home=True) for start, length in zip(starts, lengths, strict=False)
-    )
+    return tuple(Leg((Stream(1, 0, int(start), length),), home=True) for start, length in zip(starts, lengths, strict=False))

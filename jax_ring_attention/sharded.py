@@ -27,9 +27,12 @@ class Place(NamedTuple):
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
 
+#: What `resolve_mesh` returns for a ring of one device.
+LOCAL: tuple[tuple[str, ...], int, Place | None] = ((), 1, None)
+
+
 def resolve_mesh(
     query: jax.Array,
-    rank: int,
     axis_name: Any,
     mesh: Mesh | AbstractMesh | None,
     spec: PartitionSpec | None,
@@ -51,7 +54,7 @@ def resolve_mesh(
                 "the local arrays alone."
             )
         if not axes:
-            return (), 1, None
+            return LOCAL
     found = mesh if mesh is not None else _mesh_of(query)
     if found is None:
         if spec is not None or axes:
@@ -59,8 +62,8 @@ def resolve_mesh(
                 f"axis_name={axis_name!r} and spec={spec!r} need a mesh, and there is none in context: pass mesh=..., or call "
                 "under jax.set_mesh(mesh). (The older `with mesh:` is not seen by JAX's tracing.)"
             )
-        return (), 1, None
-    place = _resolve_place(query, rank, axes, found, spec, manual)
+        return LOCAL
+    place = _resolve_place(query, axes, found, spec, manual)
     return place.ring, place.size(place.ring), place
 
 
@@ -81,7 +84,7 @@ def _explicit_axes(mesh: Any) -> frozenset[str]:
     return frozenset(n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 
 
-def _resolve_place(query, rank, axes, mesh, spec, manual) -> Place:
+def _resolve_place(query, axes, mesh, spec, manual) -> Place:
     names = tuple(mesh.axis_names)
     if spec is None:
         entries = list(jax.typeof(query).sharding.spec) if _explicit_axes(mesh) else []
@@ -168,8 +171,8 @@ def _check_divides(place: Place, inputs: Inputs) -> None:
         )
 
 
-def _specs(place: Place, inputs: Inputs, integers: Integers) -> tuple[Inputs, Integers, PartitionSpec, PartitionSpec]:
-    """PartitionSpecs of all arrays, in their own structure, and of out and lse."""
+def _specs(place: Place, inputs: Inputs, integers: Integers) -> tuple[Any, Any, PartitionSpec, PartitionSpec]:
+    """PartitionSpecs of all arrays, in the structure of `inputs` and `integers`, and of out and lse."""
     batch, ring, heads = (axes or None for axes in (place.batch, place.ring, place.heads))
 
     def tokens(x):
@@ -185,15 +188,10 @@ def _specs(place: Place, inputs: Inputs, integers: Integers) -> tuple[Inputs, In
         return PartitionSpec(*entries, None)
 
     whole = PartitionSpec(batch, ring, heads, None)
-    inputs_spec = Inputs(
-        whole, whole, whole, dense(inputs.bias), None if inputs.sinks is None else PartitionSpec(heads)
-    )
-    integers_spec = Integers(
-        *(tokens(x) for x in integers[:4]),
-        rows(integers.query_lengths),
-        rows(integers.key_lengths),
-        dense(integers.mask),
-    )
+    sinks = None if inputs.sinks is None else PartitionSpec(heads)
+    inputs_spec = Inputs._make((whole, whole, whole, dense(inputs.bias), sinks))
+    lengths = (rows(integers.query_lengths), rows(integers.key_lengths))
+    integers_spec = Integers._make((*(tokens(x) for x in integers[:4]), *lengths, dense(integers.mask)))
     return inputs_spec, integers_spec, whole, PartitionSpec(batch, ring, heads)
 
 
@@ -223,7 +221,7 @@ def _replicate_tokens(place, inputs, integers, inputs_spec, integers_spec):
 
 
 def _pad(inputs: Inputs, integers: Integers, slots, padded: int, key_slots, key_padded: int) -> tuple[Inputs, Integers]:
-    """Spread the stored tokens over `padded` slots; the empty slots are past the end of the natural order, so lengths mask them."""
+    """Spread the stored tokens over `padded` slots; empty slots lie past the end of the natural order, so lengths mask them."""
 
     def spread(x, axis, slots, size):
         if x is None or x.shape[axis] != len(slots) or size == len(slots):

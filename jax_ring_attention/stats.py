@@ -60,7 +60,8 @@ def merge_chunk_stats(accumulated: ChunkStats, chunk: ChunkStats) -> ChunkStats:
     the attention itself (`finalize_chunk_stats`), and keeps gradients finite for rows that saw no key.
 
     Args:
-      accumulated, chunk: `ChunkStats` or plain `(output, sum, max)` tuples of equal shapes, (..., T, N, Hv), (..., T, N), (..., T, N).
+      accumulated, chunk: `ChunkStats` or plain `(output, sum, max)` tuples of equal shapes (..., T, N, Hv), (..., T, N) and
+        (..., T, N).
 
     Returns:
       `ChunkStats` of the same shapes.

@@ -154,6 +154,66 @@ def dense_attention(
     return out, jnp.moveaxis(lse, 1, 2)
 
 
+class Expected(NamedTuple):
+    """What dense attention gives: outputs, and gradients for the cotangents that were passed; None where nothing was given."""
+
+    out: Any
+    lse: Any
+    d_query: Any
+    d_key: Any
+    d_value: Any
+    d_bias: Any = None
+    d_sinks: Any = None
+
+
+def dense_expected(
+    inputs: AttentionInputs,
+    seen: Any = None,
+    *,
+    bias: Any = None,
+    sinks: Any = None,
+    d_lse: Any = None,
+    dtype: Any = np.float64,
+    **options: Any,
+) -> Expected:
+    """`dense_attention` and its gradients as numpy arrays, in float64 whatever `jax_enable_x64` says, or in another `dtype`.
+
+    `d_lse` (B, T, N) adds a cotangent for lse (rows without keys pass none). Options are those of `dense_attention`.
+    """
+    is_double = jnp.dtype(dtype) == np.float64
+    with jax.enable_x64(is_double or jnp.zeros((), float).dtype == np.float64):
+        arrays = [None if x is None else np.asarray(x).astype(dtype) for x in (*inputs[:3], bias, sinks)]
+        given = {i: jnp.asarray(x) for i, x in enumerate(arrays) if x is not None}
+
+        def attend(given):
+            query, key, value, bias, sinks = (given.get(i) for i in range(5))
+            return dense_attention(query, key, value, seen, bias=bias, sinks=sinks, dtype=dtype, **options)
+
+        (out, lse), pull = jax.vjp(attend, given)
+        d_out = jnp.asarray(np.asarray(inputs.d_out).astype(dtype))
+        d_lse = jnp.zeros_like(lse) if d_lse is None else jnp.where(lse == -jnp.inf, 0, jnp.asarray(d_lse).astype(dtype))
+        (grads,) = pull((d_out, d_lse))
+        result = (out, lse, *(grads.get(i) for i in range(5)))
+        return Expected(*(None if x is None else np.asarray(x) for x in result))
+
+
+def earned_tolerances(inputs: AttentionInputs, expected: Expected, seen: Any = None, **options: Any) -> Expected:
+    """Per quantity, the relative error that may be made: 2x (gradients 3x) that of dense attention in the inputs' own dtype.
+
+    Never below half a unit in the last place, since dense can be right by luck. Options as for `dense_expected`.
+    """
+    dtype = inputs.query.dtype
+    plain = dense_expected(inputs, seen, dtype=dtype, **options)
+    unit = float(jnp.finfo(dtype).eps)
+
+    def allowed(name, have, want):
+        if want is None:
+            return None
+        return max((2 if name in ("out", "lse") else 3) * relative_error(have, want), unit / 2)
+
+    return Expected(*(allowed(name, a, b) for name, a, b in zip(Expected._fields, plain, expected, strict=True)))
+
+
 def relative_error(have: Any, want: Any) -> float:
     """||have - want|| / ||want|| in float64; inf for NaN or for infinities in different places."""
     have, want = (np.asarray(x, np.float64) for x in (have, want))

@@ -216,7 +216,8 @@ def main(arguments=None):
             if row["seconds"]:
                 timed = f"{row['seconds']:8.3f} s  x{row['time_over_ours']:5.2f} ours  {row['matmul_share']:4.0%} of matmul"
             print(
-                f"T={length:6d} {direction:17s} {name:22s} {timed:47s}  temp {row['temp_mib']:8.1f} MiB/device  x{row['memory_over_ours']:.1f}"
+                f"T={length:6d} {direction:17s} {name:22s} {timed:47s}  temp {row['temp_mib']:8.1f} MiB/device  "
+                f"x{row['memory_over_ours']:.1f}"
             )
     print(json.dumps({"script": "bench_cpu", "jax": jax.__version__, "matmul_gflops": ceiling, "results": results}))
 

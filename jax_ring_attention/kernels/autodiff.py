@@ -6,14 +6,15 @@ keeps every chunk's T x S scores for the backward pass, so it is for short seque
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ring_attention.kernels.contract import Dense, Problem
-from jax_ring_attention.masks import Tokens, visible
+from jax_ring_attention.kernels.contract import Kernel, Problem, Scope
+from jax_ring_attention.masks import visible
 from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finite_or_zero, merge_chunk_stats
 
 
@@ -22,16 +23,11 @@ class Chunk(NamedTuple):
     value: jax.Array
 
 
-class AutodiffKernel:
+class AutodiffKernel(Kernel):
     """See the module docstring; the methods are those of `contract.Kernel` that a forward pass needs."""
 
     name = "autodiff"
     has_grads = False
-    overhang = 0
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.kv_heads = problem.key_shape[2]
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
@@ -45,26 +41,10 @@ class AutodiffKernel:
     def pack_chunk(self, key: jax.Array, value: jax.Array) -> Chunk:
         return Chunk(key, value)
 
-    def pack_dense(self, dense: Dense, overhang: int) -> Dense:
-        return dense
-
-    def pack_stats(self, stats: ChunkStats) -> ChunkStats:
-        return stats
-
-    def unpack_stats(self, carry: ChunkStats) -> ChunkStats:
-        return carry
-
-    def fold(
-        self,
-        query: jax.Array,
-        chunk: Chunk,
-        query_tokens: Tokens,
-        key_tokens: Tokens,
-        dense: Dense,
-        key_offset: Any,
-        carry: ChunkStats,
-    ) -> ChunkStats:
+    def fold(self, query: jax.Array, chunk: Chunk, scope: Scope, carry: ChunkStats) -> ChunkStats:
         problem = self.problem
+        query_tokens, key_tokens, dense, key_offset = scope
+        kv_heads = problem.key_shape[2]
         batch, length, heads, _ = query.shape
         key_length = chunk.key.shape[1]
         accumulator = accumulator_dtype(query.dtype)
@@ -72,20 +52,20 @@ class AutodiffKernel:
         def by_kv_head(x):
             """(B, N, T, S) or with ones, to (B, K, N/K, T, S)."""
             x = x if x.shape[3] == 1 else lax.dynamic_slice_in_dim(x, key_offset, key_length, axis=3)
-            heads = (1, 1) if x.shape[1] == 1 else (self.kv_heads, -1)
+            heads = (1, 1) if x.shape[1] == 1 else (kv_heads, -1)
             return x.reshape(x.shape[0], *heads, *x.shape[2:])
 
         mask = visible(query_tokens, key_tokens, problem.reach)
         mask = None if mask is None else mask[:, None, None]
         if dense.mask is not None:
             mask = by_kv_head(dense.mask) if mask is None else mask & by_kv_head(dense.mask)
-        grouped = query.reshape(batch, length, self.kv_heads, -1, query.shape[-1])
+        grouped = query.reshape(batch, length, kv_heads, -1, query.shape[-1])
         if mask is not None:  # as in the xla kernel: what nobody sees must not meet 0 * NaN
-            full = jnp.broadcast_to(mask, (batch, self.kv_heads, heads // self.kv_heads, length, key_length))
+            full = jnp.broadcast_to(mask, (batch, kv_heads, heads // kv_heads, length, key_length))
             seen = jnp.moveaxis(full.any((2, 3)), 1, 2)[..., None]
             chunk = Chunk(*(jnp.where(seen, x, jnp.zeros_like(x)) for x in chunk))
-        matmul = {"precision": problem.precision, "preferred_element_type": accumulator}
-        logits = jnp.einsum("btkgh,bskh->bkgts", grouped, chunk.key, **matmul) * problem.scale
+        einsum = functools.partial(jnp.einsum, precision=problem.precision, preferred_element_type=accumulator)
+        logits = einsum("btkgh,bskh->bkgts", grouped, chunk.key) * problem.scale
         bias = None
         if dense.bias is not None:
             bias = by_kv_head(dense.bias)
@@ -98,7 +78,7 @@ class AutodiffKernel:
             logits = jnp.where(mask, logits, -jnp.inf)
         maximum = lax.stop_gradient(logits.max(-1))
         weights = jnp.exp(logits - finite_or_zero(maximum)[..., None])
-        output = jnp.einsum("bkgts,bskv->btkgv", weights.astype(chunk.value.dtype), chunk.value, **matmul)
+        output = einsum("bkgts,bskv->btkgv", weights.astype(chunk.value.dtype), chunk.value)
 
         def rows(x):
             return jnp.moveaxis(x, 3, 1).reshape(batch, length, heads)

@@ -7,14 +7,16 @@ once after the last, and what `pack_chunk` returns is what travels around the ri
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jax_ring_attention.masks import Tokens
 from jax_ring_attention.schedule import Reach
-from jax_ring_attention.stats import ChunkStats
+from jax_ring_attention.stats import ChunkStats, accumulator_dtype
 
 
 class BlockSizes(NamedTuple):
@@ -27,6 +29,9 @@ class BlockSizes(NamedTuple):
 
     block_q: int | None = None
     block_kv: int | None = None
+
+
+_KERNEL_CHOICE = BlockSizes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +52,17 @@ class Problem:
       precision: matmul precision, as `jax.default_matmul_precision` names it.
     """
 
-    query_shape: tuple[int, int, int, int]
-    key_shape: tuple[int, int, int, int]
+    query_shape: tuple[int, ...]
+    key_shape: tuple[int, ...]
     value_dim: int
-    dtype: jax.numpy.dtype
+    dtype: jnp.dtype
     scale: float
     reach: Reach = (None, None)
     logits_soft_cap: float | None = None
     row_wise: bool = False
     has_mask: bool = False
     has_bias: bool = False
-    block_sizes: BlockSizes = BlockSizes()
+    block_sizes: BlockSizes = _KERNEL_CHOICE
     precision: str | None = None
 
 
@@ -68,56 +73,90 @@ class Dense(NamedTuple):
     bias: jax.Array | None = None
 
 
-class Kernel(Protocol):
-    """A chunk kernel for one `Problem`. Arrays marked `packed` have whatever layout the kernel likes."""
+class Scope(NamedTuple):
+    """Who sees whom while one chunk is folded.
 
-    name: str
+    Attributes:
+      query_tokens, key_tokens: the integers of both sides.
+      dense: packed by `Kernel.pack_dense`.
+      key_offset: the chunk's first column in `dense`.
+    """
+
+    query_tokens: Tokens
+    key_tokens: Tokens
+    dense: Dense
+    key_offset: Any
+
+
+class Kernel(abc.ABC):
+    """A chunk kernel for one `Problem`. Whatever `pack_*` returns is in the kernel's own layout."""
+
+    name: ClassVar[str]
 
     #: Whether `fold_grads` exists; if not, autodiff runs through `fold` and the ring has no custom VJP.
-    has_grads: bool
+    has_grads: ClassVar[bool]
 
-    def __init__(self, problem: Problem) -> None: ...
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
 
     @staticmethod
+    @abc.abstractmethod
     def refusal(problem: Problem) -> str | None:
         """Why this kernel cannot do `problem` and what can, or None."""
 
     @property
     def overhang(self) -> int:
         """How many columns past the end of a chunk the last block reads from a dense mask or bias."""
+        return 0
 
-    def pack_query(self, query: jax.Array) -> Any: ...
+    @abc.abstractmethod
+    def pack_query(self, query: jax.Array) -> Any:
+        """From (B, T, N, H)."""
 
-    def pack_chunk(self, key: jax.Array, value: jax.Array) -> Any: ...
+    @abc.abstractmethod
+    def pack_chunk(self, key: jax.Array, value: jax.Array) -> Any:
+        """From (B, S, K, H) and (B, S, K, Hv); this is what travels."""
 
-    def pack_dense(self, dense: Dense, overhang: int) -> Dense: ...
+    def pack_dense(self, dense: Dense, overhang: int) -> Dense:
+        """Dense arrays with `overhang` columns more, where the kernel's blocks need them."""
+        return dense
 
-    def pack_stats(self, stats: ChunkStats) -> Any: ...
+    def pack_stats(self, stats: ChunkStats) -> Any:
+        """Statistics (B, T, N, ...) to a carry."""
+        return stats
 
-    def unpack_stats(self, carry: Any) -> ChunkStats: ...
+    def unpack_stats(self, carry: Any) -> ChunkStats:
+        """Inverse of `pack_stats`."""
+        return carry
 
-    def fold(
-        self, query: Any, chunk: Any, query_tokens: Tokens, key_tokens: Tokens, dense: Dense, key_offset: Any, carry: Any
-    ) -> Any:
-        """`merge(carry, stats of chunk)`; `key_offset` is the chunk's first column in `dense`."""
+    @abc.abstractmethod
+    def fold(self, query: Any, chunk: Any, scope: Scope, carry: Any) -> Any:
+        """`merge(carry, statistics of chunk)`."""
 
-    def pack_rows(self, query: jax.Array, d_output: jax.Array, lse: jax.Array, delta: jax.Array) -> Any: ...
+    # Only where `has_grads`.
 
-    def initial_d_query(self, rows: Any) -> Any: ...
+    def pack_rows(self, query: jax.Array, d_output: jax.Array, lse: jax.Array, delta: jax.Array) -> Any:
+        """What the backward pass reads per query; rows with lse -inf saw no key and pass nothing."""
+        raise NotImplementedError(f"kernel {self.name!r} has no backward pass of its own")
+
+    def initial_d_query(self, rows: Any) -> Any:
+        """Zeros that `fold_grads` adds to."""
+        raise NotImplementedError(f"kernel {self.name!r} has no backward pass of its own")
+
+    def initial_d_bias(self, dense: Dense) -> jax.Array | None:
+        """Zeros for the gradient of the packed bias, if there is one."""
+        return None if dense.bias is None else jnp.zeros_like(dense.bias, dtype=accumulator_dtype(self.problem.dtype))
 
     def fold_grads(
-        self,
-        rows: Any,
-        chunk: Any,
-        query_tokens: Tokens,
-        key_tokens: Tokens,
-        dense: Dense,
-        key_offset: Any,
-        d_query: Any,
-        d_bias: jax.Array | None,
+        self, rows: Any, chunk: Any, scope: Scope, d_query: Any, d_bias: jax.Array | None
     ) -> tuple[Any, jax.Array | None, Any]:
-        """`(d_query + this chunk's, d_bias + this chunk's, d_chunk in pack_chunk's structure and accumulator dtype)`."""
+        """`(d_query + this chunk's, d_bias + this chunk's, d_chunk)` in accumulator dtype; d_chunk is arranged like the chunk."""
+        raise NotImplementedError(f"kernel {self.name!r} has no backward pass of its own")
 
-    def unpack_d_query(self, d_query: Any) -> jax.Array: ...
+    def unpack_d_query(self, d_query: Any) -> jax.Array:
+        """To (B, T, N, H)."""
+        raise NotImplementedError(f"kernel {self.name!r} has no backward pass of its own")
 
-    def unpack_d_chunk(self, d_chunk: Any) -> tuple[jax.Array, jax.Array]: ...
+    def unpack_d_chunk(self, d_chunk: Any) -> tuple[jax.Array, jax.Array]:
+        """To (B, S, K, H) and (B, S, K, Hv)."""
+        raise NotImplementedError(f"kernel {self.name!r} has no backward pass of its own")

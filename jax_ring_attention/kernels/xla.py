@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ring_attention.kernels.contract import Dense, Problem
+from jax_ring_attention.kernels.contract import Dense, Kernel, Problem, Scope
 from jax_ring_attention.masks import (
     FULL,
     PARTIAL,
@@ -57,15 +57,15 @@ class Rows(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """`count` blocks of `size` tokens cover `length` tokens; the last one may hang over."""
+    """`blocks` blocks of `size` tokens cover `length` tokens; the last one may hang over."""
 
     length: int
     size: int
-    count: int
+    blocks: int
 
     @property
     def padded(self) -> int:
-        return self.size * self.count
+        return self.size * self.blocks
 
 
 def _tiling(length: int, block: int) -> Tiling:
@@ -87,14 +87,14 @@ def _add_at(tiles: jax.Array, index: Any, update: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(tiles, _at(tiles, index) + update, index, 0)
 
 
-class XlaKernel:
+class XlaKernel(Kernel):
     """See the module docstring; the methods are those of `contract.Kernel`."""
 
     name = "xla"
     has_grads = True
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        super().__init__(problem)
         batch, query_length, heads, _ = problem.query_shape
         _, key_length, self.kv_heads, _ = problem.key_shape
         self.groups = batch if problem.row_wise else 1
@@ -121,15 +121,13 @@ class XlaKernel:
     def _tile(self, x: jax.Array, tiling: Tiling) -> jax.Array:
         heads, rest = x.shape[2], x.shape[3:]
         x = _pad(x, 1, tiling.padded)
-        x = x.reshape(
-            self.groups, self.group_rows, tiling.count, tiling.size, self.kv_heads, heads // self.kv_heads, *rest
-        )
+        x = x.reshape(self.groups, self.group_rows, tiling.blocks, tiling.size, self.kv_heads, heads // self.kv_heads, *rest)
         x = jnp.moveaxis(x, (2, 4, 5), (1, 3, 4))
-        return x.reshape(self.groups * tiling.count, self.group_rows, self.kv_heads, -1, *rest)
+        return x.reshape(self.groups * tiling.blocks, self.group_rows, self.kv_heads, -1, *rest)
 
     def _untile(self, x: jax.Array, tiling: Tiling) -> jax.Array:
         rest = x.shape[4:]
-        x = x.reshape(self.groups, tiling.count, self.group_rows, self.kv_heads, -1, tiling.size, *rest)
+        x = x.reshape(self.groups, tiling.blocks, self.group_rows, self.kv_heads, -1, tiling.size, *rest)
         x = jnp.moveaxis(x, (1, 3, 4), (2, 4, 5))
         x = x.reshape(self.groups * self.group_rows, tiling.padded, -1, *rest)
         return x[:, : tiling.length]
@@ -174,16 +172,17 @@ class XlaKernel:
 
     # Which pairs of blocks to visit, and what they compare.
 
-    def _pairs(self, query_tokens: Tokens, key_tokens: Tokens, dense: Dense, key_offset: Any) -> _Pairs:
+    def _pairs(self, scope: Scope) -> _Pairs:
+        query_tokens, key_tokens, dense, key_offset = scope
         reach = self.problem.reach
         query_tokens = pad_tokens(query_tokens, self.query_tiling.length, self.query_tiling.padded)
         key_tokens = pad_tokens(key_tokens, self.key_tiling.length, self.key_tiling.padded)
-        shape = (self.groups, self.query_tiling.count, self.key_tiling.count)
+        shape = (self.groups, self.query_tiling.blocks, self.key_tiling.blocks)
         compared = reach != (None, None) or query_tokens.segment is not None or key_tokens.segment is not None
         kinds = jnp.full(shape, FULL, jnp.int32)
         if compared:
-            query_bounds = block_bounds(query_tokens, self.query_tiling.padded, self.query_tiling.count)
-            key_bounds = block_bounds(key_tokens, self.key_tiling.padded, self.key_tiling.count)
+            query_bounds = block_bounds(query_tokens, self.query_tiling.padded, self.query_tiling.blocks)
+            key_bounds = block_bounds(key_tokens, self.key_tiling.padded, self.key_tiling.blocks)
             kinds = jnp.broadcast_to(classify(query_bounds, key_bounds, reach), shape)
         if dense.mask is not None:
             kinds = jnp.maximum(kinds, PARTIAL)
@@ -215,7 +214,7 @@ class XlaKernel:
         heads = (1, 1) if sizes[1] == 1 else (self.kv_heads, self.heads_per_kv)
         return block.reshape(sizes[0], *heads, *sizes[2:])
 
-    def _dense_sizes(self, x: jax.Array) -> tuple[int, int, int, int]:
+    def _dense_sizes(self, x: jax.Array) -> tuple[int, ...]:
         full = (self.group_rows, x.shape[1], self.query_tiling.size, self.key_tiling.size)
         return tuple(1 if n == 1 else size for n, size in zip(x.shape, full, strict=True))
 
@@ -285,9 +284,7 @@ class XlaKernel:
         weights = jnp.exp(logits - reference[..., None])
         rescale = jnp.exp(carry.max - reference)
         output = self._matmul(weights.astype(chunk.value.dtype), chunk.value, (3, 2))
-        return ChunkStats(
-            carry.output * rescale[..., None] + output, carry.sum * rescale + weights.sum(-1), maximum
-        )
+        return ChunkStats(carry.output * rescale[..., None] + output, carry.sum * rescale + weights.sum(-1), maximum)
 
     def _pair_grads(
         self, pair: _Pair, rows: Rows, chunk: Chunk, d_bias: jax.Array | None, masked: bool
@@ -323,14 +320,11 @@ class XlaKernel:
         self,
         query: jax.Array,
         chunk: Chunk,
-        query_tokens: Tokens,
-        key_tokens: Tokens,
-        dense: Dense,
-        key_offset: Any,
+        scope: Scope,
         carry: ChunkStats,
     ) -> ChunkStats:
         """Query blocks outside, the key blocks that each of them sees inside."""
-        table = self._pairs(query_tokens, key_tokens, dense, key_offset)
+        table = self._pairs(scope)
 
         def query_block(_, xs):
             tile, blocks, query, carry = xs
@@ -351,15 +345,12 @@ class XlaKernel:
         self,
         rows: Rows,
         chunk: Chunk,
-        query_tokens: Tokens,
-        key_tokens: Tokens,
-        dense: Dense,
-        key_offset: Any,
+        scope: Scope,
         d_query: jax.Array,
         d_bias: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None, Chunk]:
         """Key blocks outside with d_key and d_value at hand, the query blocks that see each of them inside."""
-        table = self._pairs(query_tokens, key_tokens, dense, key_offset)
+        table = self._pairs(scope)
 
         def key_block(sums, xs):
             tile, blocks, chunk = xs
