@@ -20,8 +20,8 @@ from jax_ring_attention.chunk import select_kernel, vary_together
 from jax_ring_attention.kernels.contract import Problem
 from jax_ring_attention.layouts import Layout, check_layout, shard_multiple
 from jax_ring_attention.masks import Positions, SegmentIds
-from jax_ring_attention.ring import Inputs, Integers, Ring, chunk_problems
 from jax_ring_attention.schedule import Schedule, check_schedule, needed_offsets, plan_chunks, plan_hops
+from jax_ring_attention.shard import Inputs, Integers, Ring, chunk_problems
 from jax_ring_attention.sharded import LOCAL, attend_sharded, resolve_mesh
 from jax_ring_attention.vjp import attend
 

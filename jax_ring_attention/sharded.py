@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jax_ring_attention import compat
 from jax_ring_attention.layouts import padded_slots
-from jax_ring_attention.ring import Inputs, Integers
+from jax_ring_attention.shard import Inputs, Integers
 
 
 class Place(NamedTuple):

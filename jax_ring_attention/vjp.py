@@ -11,7 +11,8 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ring_attention.ring import Inputs, Integers, Ring, ring_backward, ring_forward
+from jax_ring_attention.ring import ring_backward, ring_forward
+from jax_ring_attention.shard import Inputs, Integers, Ring
 
 RESIDUAL_NAMES = ("ring_attention_out", "ring_attention_lse")
 
