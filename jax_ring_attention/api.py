@@ -231,6 +231,9 @@ def _join_chunks(key: Any, value: Any, rank: int) -> tuple[jax.Array, jax.Array,
     keys = [args.as_btnh(f"key[{i}]", x, rank) for i, x in enumerate(key)]
     values = [args.as_btnh(f"value[{i}]", x, rank) for i, x in enumerate(value)]
     for i, (k, v) in enumerate(zip(keys, values, strict=True)):
+        for name, x in (("key", k), ("value", v)):
+            if 0 in x.shape:
+                raise ValueError(f"{name}[{i}] has shape {x.shape}, which holds nothing; leave empty chunks out.")
         if k.shape[1] != v.shape[1]:
             raise ValueError(f"key[{i}] has {k.shape[1]} tokens and value[{i}] {v.shape[1]}; they must be equal.")
         for name, x, first in (("key", k, keys[0]), ("value", v, values[0])):

@@ -5,6 +5,7 @@ Normal form: BTNH / BSKH arrays, a reach for causal and window, integers with a 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -89,7 +90,7 @@ def attention_scale(scale: Any, head_dim: int) -> float:
 def attention_soft_cap(logits_soft_cap: Any) -> float | None:
     if logits_soft_cap is None:
         return None
-    if isinstance(logits_soft_cap, jax.core.Tracer) or jnp.ndim(logits_soft_cap) != 0 or not logits_soft_cap > 0:
+    if isinstance(logits_soft_cap, jax.core.Tracer) or jnp.ndim(logits_soft_cap) != 0 or not 0 < logits_soft_cap < math.inf:
         raise ValueError(f"logits_soft_cap={logits_soft_cap!r} must be a positive Python number, or None for no cap.")
     return float(logits_soft_cap)
 

@@ -16,13 +16,15 @@ from jax_ring_attention import arguments as args
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.autodiff import AutodiffKernel
 from jax_ring_attention.kernels.contract import Dense, Kernel, Problem, Scope
+from jax_ring_attention.kernels.mosaic_gpu import MosaicGpuKernel
 from jax_ring_attention.kernels.xla import XlaKernel
-from jax_ring_attention.masks import token_integers
+from jax_ring_attention.masks import token_integers, zero_padding
 from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finite_or_zero, identity_chunk_stats
 
-#: In order of preference for `implementation=None`. `autodiff` trades memory for any-order derivatives and is taken only by name.
-KERNELS: dict[str, type[Kernel]] = {"xla": XlaKernel, "autodiff": AutodiffKernel}
-AUTOMATIC = ("xla",)
+KERNELS: dict[str, type[Kernel]] = {"mosaic_gpu": MosaicGpuKernel, "xla": XlaKernel, "autodiff": AutodiffKernel}
+
+#: What `implementation=None` may take, first choice first. `autodiff` trades memory for derivatives and is taken only by name.
+AUTOMATIC = ("mosaic_gpu", "xla")
 
 
 def select_kernel(problems: tuple[Problem, ...], implementation: str | None) -> type[Kernel]:
@@ -37,8 +39,10 @@ def select_kernel(problems: tuple[Problem, ...], implementation: str | None) -> 
             f"implementation={implementation!r} is unknown; choose one of {', '.join(map(repr, KERNELS))}, or None to "
             "take the first that accepts the inputs."
         )
+    preferred = [name for name in AUTOMATIC if KERNELS[name].is_preferred()]
+    candidates = preferred if implementation is None else [implementation]
     reasons = []
-    for name in AUTOMATIC if implementation is None else (implementation,):
+    for name in candidates:
         refusals = [reason for problem in problems if (reason := KERNELS[name].refusal(problem)) is not None]
         if not refusals:
             return KERNELS[name]
@@ -279,7 +283,7 @@ def _kernel(task: tuple[type[Kernel], Problem]) -> Kernel:
 def _chunk_stats_plain(task, query, key, value, bias, carry, tokens, mask):
     kernel = _kernel(task)
     dense = kernel.pack_dense(Dense(mask, bias), kernel.overhang)
-    packed = kernel.pack_query(query), kernel.pack_chunk(key, value)
+    packed = kernel.pack_query(query), kernel.pack_chunk(*zero_padding(tokens[1], key, value))
     return kernel.unpack_stats(kernel.fold(*packed, Scope(tokens[0], tokens[1], dense, 0), kernel.pack_stats(carry)))
 
 
@@ -314,7 +318,7 @@ def _chunk_grads(task, query, key, value, d_output, lse, delta, dense, tokens):
     kernel = _kernel(task)
     packed_dense = kernel.pack_dense(dense, kernel.overhang)
     rows = kernel.pack_rows(query, d_output, lse, delta)
-    chunk = kernel.pack_chunk(key, value)
+    chunk = kernel.pack_chunk(*zero_padding(tokens[1], key, value))
     d_bias = kernel.initial_d_bias(packed_dense)
     scope = Scope(tokens[0], tokens[1], packed_dense, 0)
     d_query, d_bias, d_chunk = kernel.fold_grads(rows, chunk, scope, kernel.initial_d_query(rows), d_bias)

@@ -5,7 +5,8 @@ Every function says which versions need it. Supported: 0.10.2 (the last for Pyth
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,6 +14,17 @@ from jax import lax
 
 #: What JAX prints when a `jax.custom_vjp` function meets forward mode; the text is the same in 0.10 to 0.12.
 FORWARD_MODE_MESSAGE = "can't apply forward-mode"
+
+
+#: For example (0, 10, 2).
+JAX_VERSION = jax.version.__version_info__
+
+
+def has_hopper_gpu() -> bool:
+    """Whether the default backend is an NVIDIA GPU of compute capability 9.0."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return False
+    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -55,3 +67,31 @@ def mesh_in_context() -> jax.sharding.AbstractMesh | None:
 def default_matmul_precision() -> str | None:
     """What `jax.default_matmul_precision` is set to here."""
     return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+
+def load_whole(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
+    """Load all of a Mosaic GPU reference into registers of `layout`; global memory wants `optimized=False`."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    # 0.10 wants an index, 0.11 warns about one, 0.12 does not take it.
+    parameter = inspect.signature(plgpu.load).parameters.get("idx")
+    index = ((),) if parameter is not None and parameter.default is parameter.empty else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+
+def call_without_varying(function: Callable[..., Any], *operands: Any) -> Any:
+    """`function(*operands)` for a function that calls a Mosaic GPU kernel, also under `check_vma=True`.
+
+    Kernel bodies of 0.11 and 0.12 mix values that keep the operands' varying axes with values that drop them, and references
+    with varying axes are refused. So the call is traced unchecked, on operands that carry no axes (a slice traced unchecked drops them,
+    and XLA drops the slice), and what comes out is marked as varying again.
+    """
+    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
+    if not axes:
+        return function(*operands)
+    from jax._src import config  # private: the public switch is an argument of the caller's own shard_map
+
+    with config._check_vma(False):
+        plain = jax.tree.map(lambda x: lax.slice(x, (0,) * x.ndim, x.shape), operands)
+        result = function(*plain)
+    return vary_over(result, axes)

@@ -92,6 +92,14 @@ def pad_tokens(tokens: Tokens, length: int, padded: int) -> Tokens:
     return Tokens(position, jnp.pad(segment, extra, constant_values=-1))
 
 
+def zero_padding(tokens: Tokens, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """(B, L, heads, dim) arrays with zeros for padding tokens: what is stored there may be NaN, and 0 * NaN is NaN."""
+    if tokens.segment is None:
+        return arrays
+    real = (tokens.segment >= 0)[:, :, None, None]
+    return tuple(jnp.where(real, x, jnp.zeros_like(x)) for x in arrays)
+
+
 def visible(query: Tokens, key: Tokens, reach: Reach) -> jax.Array | None:
     """(B | 1, T, S) bool, which query token sees which key token; None when all do."""
     conditions = []

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ring_attention.masks import zero_padding
 from jax_ring_attention.schedule import Leg
 from jax_ring_attention.shard import Chunk, Inputs, Integers, Ring, Shard
 from jax_ring_attention.stats import (
@@ -78,9 +79,7 @@ def ring_backward(
     shard = Shard(ring, inputs, integers)
     accumulator = accumulator_dtype(inputs.query.dtype)
     delta = (out.astype(accumulator) * d_out.astype(accumulator)).sum(-1) - d_lse
-    query = inputs.query
-    if shard.query_tokens.segment is not None:  # whatever is stored in padding meets only zeros
-        query = jnp.where((shard.query_tokens.segment >= 0)[:, :, None, None], query, jnp.zeros_like(query))
+    (query,) = zero_padding(shard.query_tokens, inputs.query)
     rows = shard.kernel.pack_rows(query, d_out.astype(query.dtype), lse, delta)
     # What is summed at home, d_query and d_bias, and the finished (d_key, d_value) of each part of this device's chunk.
     sums: tuple[Any, ...] = (shard.kernel.initial_d_query(rows), shard.kernel.initial_d_bias(shard.dense))

@@ -11,7 +11,7 @@ from jax import lax
 
 from jax_ring_attention.kernels.contract import Dense, Kernel, Problem, Scope
 from jax_ring_attention.layouts import shard_positions
-from jax_ring_attention.masks import Tokens, token_integers
+from jax_ring_attention.masks import Tokens, token_integers, zero_padding
 from jax_ring_attention.schedule import Leg, Stream, permutation
 
 
@@ -106,6 +106,7 @@ class Shard:
     Attributes:
       kernels: for every length of key and value that is folded at once, its kernel.
       query_tokens: the integers of this device's queries.
+      key, value: this device's own, with zeros for padding.
       dense: mask and bias, packed.
     """
 
@@ -121,6 +122,9 @@ class Shard:
             segment=integers.query_segment,
             lengths=integers.query_lengths,
         )
+        home = shard_positions(ring.layout, self.rank, ring.size, ring.problem.key_shape[1])
+        own = Chunk(None, integers.key_position, integers.key_segment)
+        self.key, self.value = zero_padding(self._key_tokens(home, own), inputs.key, inputs.value)
         overhang = max(kernel.overhang for kernel in self.kernels.values())
         self.dense = self.kernel.pack_dense(Dense(integers.mask, inputs.bias), overhang)
 
@@ -136,7 +140,7 @@ class Shard:
             return None if x is None else lax.slice_in_dim(x, stream.start, stream.start + stream.size, axis=1)
 
         def chunk(stream):
-            packed = self.kernels[stream.size].pack_chunk(part(self.inputs.key, stream), part(self.inputs.value, stream))
+            packed = self.kernels[stream.size].pack_chunk(part(self.key, stream), part(self.value, stream))
             return Chunk(packed, part(self.integers.key_position, stream), part(self.integers.key_segment, stream))
 
         return tuple(chunk(stream) for stream in leg.streams)
@@ -153,7 +157,7 @@ class Shard:
     def gathered_chunk(self) -> tuple[Chunk, Scope]:
         """The chunks of all ranks as one, in rank order, and who sees whom in it."""
         ring, gather = self.ring, self.ring.gather
-        packed = self.kernel.pack_chunk(gather(self.inputs.key), gather(self.inputs.value))
+        packed = self.kernel.pack_chunk(gather(self.key), gather(self.value))
         chunk = Chunk(packed, gather(self.integers.key_position), gather(self.integers.key_segment))
 
         def of_rank(rank):

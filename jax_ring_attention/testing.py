@@ -223,7 +223,7 @@ def relative_error(have: Any, want: Any) -> float:
     if not (np.array_equal(finite, np.isfinite(have)) and np.array_equal(have[~finite], want[~finite])):
         return float("inf")
     norm = np.linalg.norm(want[finite])
-    return float(np.linalg.norm((have - want)[finite]) / (norm if norm else 1.0))
+    return float(np.linalg.norm(have[finite] - want[finite]) / (norm if norm else 1.0))
 
 
 def assert_close(have: Any, want: Any, tolerance: float, names: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Reads programs: in the text of optimised HLO, which collectives run, how often, and how many bytes they move; in jaxprs, equations.
+"""Reads programs: in optimised HLO, which collectives run, how often, and how many bytes they move; in jaxprs, the equations.
 
 Only the text is used, so the same questions can be put to programs for devices that are not here. A collective inside a loop
 counts as often as the loop runs; a loop whose trip count depends on data gives `executions=None`.

@@ -1,11 +1,12 @@
 """Child program of test_multiprocess: one of two processes that hold a ring of eight CPU devices together.
 
-    python worker_ring.py once PORT PROCESS FILE    runs attention forward and backward, saves this process's shards in FILE
-    python worker_ring.py forever PORT PROCESS      repeats it, and says so after the first time
+python worker_ring.py once PORT PROCESS FILE       runs attention forward and backward, saves this process's shards in FILE
+python worker_ring.py forever PORT PROCESS FILE    goes on running it after that
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -14,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_ring_attention import ring_attention
+from jax_ring_attention import ring_attention, to_layout
 from jax_ring_attention.testing import random_inputs
 
 NAMES = ("out", "lse", "d_query", "d_key", "d_value")
 SPEC = PartitionSpec(None, "seq")
 LENGTH = 48
-READY = "first step done"
 
 
 def attention_arguments(mesh: Mesh) -> tuple[jax.Array, ...]:
@@ -29,11 +29,8 @@ def attention_arguments(mesh: Mesh) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(1)
     segments = np.sort(rng.integers(0, 3, size=(2, LENGTH)), axis=1).astype(np.int32)
     segments[0, -7:] = -1
-    natural = [*(np.asarray(x) for x in inputs), segments]
-    pieces = np.arange(LENGTH).reshape(16, -1)
-    order = np.concatenate([pieces[[rank, 15 - rank]].reshape(-1) for rank in range(8)])
     sharding = NamedSharding(mesh, SPEC)
-    stored = [x[:, order] for x in natural]
+    stored = [np.asarray(to_layout(x, "zigzag", 8)) for x in (*inputs, segments)]
     return tuple(jax.make_array_from_callback(x.shape, sharding, lambda where, x=x: x[where]) for x in stored)
 
 
@@ -58,21 +55,20 @@ def local_part(x: jax.Array) -> np.ndarray:
     return np.concatenate([shard.data for shard in shards], axis=1)
 
 
-def main(mode: str, port: str, process: str, file: str = "") -> None:
+def main(mode: str, port: str, process: str, file: str) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        f"127.0.0.1:{port}", 2, int(process), initialization_timeout=60, heartbeat_timeout_seconds=10
-    )
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(process), initialization_timeout=60, heartbeat_timeout_seconds=10)
+    assert (len(jax.local_devices()), len(jax.devices())) == (4, 8)
     mesh = Mesh(np.array(jax.devices()), ("seq",))
     compute, arguments = attention_and_grads(mesh), attention_arguments(mesh)
-    results = jax.block_until_ready(compute(*arguments))
-    print(READY, len(jax.local_devices()), len(jax.devices()), flush=True)
-    if mode == "once":
-        np.savez(file, **{name: local_part(x) for name, x in zip(NAMES, results, strict=True)})
-        jax.distributed.shutdown()
+    results = compute(*arguments)
+    unfinished = file + ".unfinished.npz"
+    np.savez(unfinished, **{name: local_part(x) for name, x in zip(NAMES, results, strict=True)})
+    os.replace(unfinished, file)  # whoever sees the file sees all of it
     while mode == "forever":
         jax.block_until_ready(compute(*arguments))
+    jax.distributed.shutdown()
 
 
 if __name__ == "__main__":

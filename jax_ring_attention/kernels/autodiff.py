@@ -59,21 +59,22 @@ class AutodiffKernel(Kernel):
         mask = None if mask is None else mask[:, None, None]
         if dense.mask is not None:
             mask = by_kv_head(dense.mask) if mask is None else mask & by_kv_head(dense.mask)
+        bias = None if dense.bias is None else by_kv_head(dense.bias)
+        if bias is not None:  # a bias of -inf hides like a mask
+            mask = bias != -jnp.inf if mask is None else mask & (bias != -jnp.inf)
         grouped = query.reshape(batch, length, kv_heads, -1, query.shape[-1])
         if mask is not None:  # as in the xla kernel: what nobody sees must not meet 0 * NaN
             full = jnp.broadcast_to(mask, (batch, kv_heads, heads // kv_heads, length, key_length))
             seen = jnp.moveaxis(full.any((2, 3)), 1, 2)[..., None]
             chunk = Chunk(*(jnp.where(seen, x, jnp.zeros_like(x)) for x in chunk))
+            sees = jnp.moveaxis(full.any(-1), 3, 1)[..., None]  # (B, T, K, N/K, 1)
+            grouped = jnp.where(sees, grouped, jnp.zeros_like(grouped))
         einsum = functools.partial(jnp.einsum, precision=problem.precision, preferred_element_type=accumulator)
         logits = einsum("btkgh,bskh->bkgts", grouped, chunk.key) * problem.scale
-        bias = None
-        if dense.bias is not None:
-            bias = by_kv_head(dense.bias)
+        if bias is not None:
             logits += bias.astype(accumulator)
         if problem.logits_soft_cap is not None:
             logits = problem.logits_soft_cap * jnp.tanh(logits / problem.logits_soft_cap)
-            if bias is not None:
-                logits = jnp.where(bias == -jnp.inf, -jnp.inf, logits)
         if mask is not None:
             logits = jnp.where(mask, logits, -jnp.inf)
         maximum = lax.stop_gradient(logits.max(-1))

@@ -100,6 +100,11 @@ class Kernel(abc.ABC):
         self.problem = problem
 
     @staticmethod
+    def is_preferred() -> bool:
+        """Whether `implementation=None` should consider this kernel on the devices at hand."""
+        return True
+
+    @staticmethod
     @abc.abstractmethod
     def refusal(problem: Problem) -> str | None:
         """Why this kernel cannot do `problem` and what can, or None."""

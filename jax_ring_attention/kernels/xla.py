@@ -232,7 +232,11 @@ class XlaKernel(Kernel):
             if pair.dense.mask is not None:
                 dense = self._dense_block(pair.dense.mask, *where)
                 mask = dense if mask is None else mask & dense
-        return mask, None if pair.dense.bias is None else self._dense_block(pair.dense.bias, *where)
+        if pair.dense.bias is None:
+            return mask, None
+        bias = self._dense_block(pair.dense.bias, *where)
+        shown = bias != -jnp.inf  # a bias of -inf hides like a mask, so that what is stored there meets no sum
+        return shown if mask is None else mask & shown, bias
 
     # The arithmetic of one pair.
 
@@ -258,8 +262,6 @@ class XlaKernel(Kernel):
         if (cap := self.problem.logits_soft_cap) is not None:
             capped = jnp.tanh(logits / cap)
             logits, slope = cap * capped, 1 - capped * capped
-            if bias is not None:  # a bias of -inf hides; the cap must not turn it into -cap
-                logits = jnp.where(bias == -jnp.inf, -jnp.inf, logits)
         if mask is not None:
             logits = jnp.where(mask, logits, -jnp.inf)
         return logits, slope

@@ -1,0 +1,185 @@
+"""`mosaic_gpu`: kernels for Hopper GPUs (sm_90) in Pallas Mosaic GPU; `forward.py` and `backward.py` hold one each.
+
+Arrays keep BTNH. Lengths are padded to blocks, and the head dims of query, key and value to one D, 64 or 128. sum, max, lse and
+delta are (B, N, T) rows; max and lse are in units of log2 for the whole ring. d_query and d_key are without the factor `scale`
+until they are unpacked.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_ring_attention import compat
+from jax_ring_attention.kernels.contract import Kernel, Problem, Scope
+from jax_ring_attention.kernels.mosaic_gpu import backward, forward
+from jax_ring_attention.kernels.mosaic_gpu.common import LOG2E, Shape
+from jax_ring_attention.masks import ActiveBlocks, Tokens, active_blocks, block_bounds, classify, pad_tokens
+from jax_ring_attention.stats import ChunkStats
+
+#: Lengths are padded to a multiple of this: the keys of one step, and the queries of one CTA.
+_BLOCK = 128
+_LARGEST_HEAD_DIM = 128
+_LARGEST_ARRAY = 2**31
+
+
+class Chunk(NamedTuple):
+    """(B, S, K, D), padded."""
+
+    key: jax.Array
+    value: jax.Array
+
+
+class Rows(NamedTuple):
+    """query and d_output (B, T, N, D), lse and delta (B, N, T), padded."""
+
+    query: jax.Array
+    d_output: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+def _padded(length: int) -> int:
+    return -(-length // _BLOCK) * _BLOCK
+
+
+def _pad(x: jax.Array, sizes: dict[int, int], fill: float = 0) -> jax.Array:
+    """`x` with axis i padded at its end to `sizes[i]`."""
+    widths = [(0, sizes.get(i, n) - n) for i, n in enumerate(x.shape)]
+    return jnp.pad(x, widths, constant_values=fill) if any(after for _, after in widths) else x
+
+
+class MosaicGpuKernel(Kernel):
+    """See the module docstring; the methods are those of `contract.Kernel`."""
+
+    name = "mosaic_gpu"
+    has_grads = True
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        batch, self.query_length, heads, head_dim = problem.query_shape
+        _, self.key_length, kv_heads, _ = problem.key_shape
+        self.head_dim = 64 if max(head_dim, problem.value_dim) <= 64 else 128
+        self.shape = Shape(
+            batch=batch,
+            query_length=_padded(self.query_length),
+            key_length=_padded(self.key_length),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=self.head_dim,
+            dtype=problem.dtype,
+            scale=problem.scale,
+            logits_soft_cap=problem.logits_soft_cap,
+            reach=problem.reach,
+        )
+
+    @staticmethod
+    def is_preferred() -> bool:
+        return compat.has_hopper_gpu() and compat.JAX_VERSION >= (0, 11)
+
+    @staticmethod
+    def refusal(problem: Problem) -> str | None:
+        use_xla = "; use implementation='xla'"
+        if compat.JAX_VERSION < (0, 11):
+            return f"it needs jax 0.11 or newer (Python 3.12), this is {jax.__version__}{use_xla}"
+        if jax.default_backend() != "cpu" and not compat.has_hopper_gpu():
+            return f"it runs on Hopper GPUs (sm_90) only{use_xla}"
+        if problem.has_mask or problem.has_bias:
+            return f"it takes no dense mask or bias{use_xla}, or say the mask by segment_ids, positions and windows"
+        if problem.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"it takes bfloat16 and float16, not {problem.dtype}; cast the inputs, or use implementation='xla'"
+        if max(problem.query_shape[3], problem.value_dim) > _LARGEST_HEAD_DIM:
+            sizes = f"{problem.query_shape[3]} and {problem.value_dim}"
+            return f"head dims are {sizes}, and its backward pass holds at most {_LARGEST_HEAD_DIM}{use_xla}"
+        if problem.block_sizes != (None, None):
+            return f"its tiling is fixed; leave block_sizes out{use_xla} to choose them"
+        shape = MosaicGpuKernel(problem).shape
+        rows = max(shape.query_length * shape.heads, shape.key_length * shape.kv_heads)
+        if shape.batch * rows * shape.head_dim >= _LARGEST_ARRAY:
+            return f"an array would hold 2**31 numbers or more, and it addresses them by 32 bits; split the batch{use_xla}"
+        return None
+
+    # Packing.
+
+    def _pack(self, x: jax.Array, length: int) -> jax.Array:
+        return _pad(x, {1: length, 3: self.head_dim})
+
+    def _pack_row_vector(self, x: jax.Array, fill: float) -> jax.Array:
+        """(B, T, N) to (B, N, T)."""
+        return _pad(jnp.swapaxes(x, 1, 2), {2: self.shape.query_length}, fill)
+
+    def pack_query(self, query: jax.Array) -> jax.Array:
+        return self._pack(query, self.shape.query_length)
+
+    def pack_chunk(self, key: jax.Array, value: jax.Array) -> Chunk:
+        return Chunk(self._pack(key, self.shape.key_length), self._pack(value, self.shape.key_length))
+
+    def pack_stats(self, stats: ChunkStats) -> ChunkStats:
+        return ChunkStats(
+            self._pack(stats.output, self.shape.query_length),
+            self._pack_row_vector(stats.sum, 0),
+            self._pack_row_vector(stats.max * LOG2E, -jnp.inf),
+        )
+
+    def unpack_stats(self, carry: ChunkStats) -> ChunkStats:
+        rows = (jnp.swapaxes(x, 1, 2)[:, : self.query_length] for x in (carry.sum, carry.max / LOG2E))
+        return ChunkStats(carry.output[:, : self.query_length, :, : self.problem.value_dim], *rows)
+
+    def pack_rows(self, query: jax.Array, d_output: jax.Array, lse: jax.Array, delta: jax.Array) -> Rows:
+        alive = lse != -jnp.inf  # rows without keys pass nothing, whatever is stored in them
+        query, d_output = (jnp.where(alive[..., None], x, jnp.zeros_like(x)) for x in (query, d_output))
+        return Rows(
+            self.pack_query(query),
+            self.pack_query(d_output),
+            self._pack_row_vector(jnp.where(alive, lse * LOG2E, backward.NO_KEYS), backward.NO_KEYS),
+            self._pack_row_vector(jnp.where(alive, delta, jnp.zeros_like(delta)), 0),
+        )
+
+    def initial_d_query(self, rows: Rows) -> jax.Array:
+        return jnp.zeros_like(rows.query, dtype=jnp.float32)
+
+    def unpack_d_query(self, d_query: jax.Array) -> jax.Array:
+        return d_query[:, : self.query_length, :, : self.problem.query_shape[3]] * self.problem.scale
+
+    def unpack_d_chunk(self, d_chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+        d_key = d_chunk.key[:, : self.key_length, :, : self.problem.query_shape[3]] * self.problem.scale
+        return d_key, d_chunk.value[:, : self.key_length, :, : self.problem.value_dim]
+
+    # Who sees whom.
+
+    def _tokens(self, scope: Scope) -> tuple[Tokens, Tokens]:
+        """Padded tokens of both sides; both have a segment or neither. Padded queries need no hiding: nobody reads them."""
+        query = scope.query_tokens
+        key = pad_tokens(scope.key_tokens, self.key_length, self.shape.key_length)
+        if query.segment is None and key.segment is not None:
+            query = query._replace(segment=jnp.zeros((1, self.query_length), jnp.int32))
+        if key.segment is None and query.segment is not None:
+            key = key._replace(segment=jnp.zeros((1, self.shape.key_length), jnp.int32))
+
+        def pad(x):
+            return None if x is None else _pad(x, {1: self.shape.query_length}, -1)
+
+        return Tokens(*(pad(x) for x in query)), key
+
+    def _blocks(self, query: Tokens, key: Tokens, block_q: int, by_query: bool) -> ActiveBlocks | None:
+        if query == (None, None):
+            return None
+        query_bounds = block_bounds(query, self.shape.query_length, self.shape.query_length // block_q)
+        key_bounds = block_bounds(key, self.shape.key_length, self.shape.key_length // _BLOCK)
+        kinds = classify(query_bounds, key_bounds, self.problem.reach)
+        return active_blocks(kinds if by_query else kinds.swapaxes(1, 2))
+
+    # The kernels.
+
+    def fold(self, query: jax.Array, chunk: Chunk, scope: Scope, carry: ChunkStats) -> ChunkStats:
+        tokens = self._tokens(scope)
+        blocks = self._blocks(*tokens, forward.BLOCK_Q, by_query=True)
+        return forward.fold_chunk(self.shape, query, *chunk, blocks, *tokens, carry)
+
+    def fold_grads(self, rows: Rows, chunk: Chunk, scope: Scope, d_query: jax.Array, d_bias: Any) -> tuple[jax.Array, Any, Chunk]:
+        tokens = self._tokens(scope)
+        blocks = self._blocks(*tokens, backward.block_q(self.head_dim), by_query=False)
+        d_query, d_key, d_value = backward.grads_chunk(self.shape, *rows, *chunk, blocks, *tokens, d_query)
+        return d_query, d_bias, Chunk(d_key, d_value)

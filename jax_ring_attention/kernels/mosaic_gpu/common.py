@@ -1,0 +1,107 @@
+"""What the two Hopper kernels share: sizes, masks of partial blocks, arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_ring_attention import compat
+from jax_ring_attention.masks import ActiveBlocks, Tokens
+from jax_ring_attention.schedule import Reach
+
+LOG2E = math.log2(math.e)
+ROWS = 64
+"""Queries of one compute warpgroup."""
+WARPGROUPS = 2
+
+
+#: Registers of a vector with one number per row, or per column, of a wgmma tile.
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+class Shape(NamedTuple):
+    """Static facts; all lengths are padded to blocks and head dims to multiples of 64."""
+
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: jnp.dtype
+    scale: float
+    logits_soft_cap: float | None
+    reach: Reach
+
+
+def tanh(x: jax.Array) -> jax.Array:
+    """From exp2: the hardware's tanh has 11 bits only."""
+    return 1 - 2 / (jnp.exp2(x * (2 * LOG2E)) + 1)
+
+
+class Visits(NamedTuple):
+    """References to the blocks to visit and the integers that partial pairs compare; all None when every pair is full."""
+
+    order: Any = None
+    full: Any = None
+    active: Any = None
+    query_tokens: Tokens = Tokens()
+    key_tokens: Tokens = Tokens()
+
+
+def visit_operands(blocks: ActiveBlocks | None, query: Tokens, key: Tokens) -> list[jax.Array]:
+    """The arrays behind `Visits`, in order."""
+    return [] if blocks is None else [*blocks, *(x for x in (*query, *key) if x is not None)]
+
+
+def take(refs: list[Any], count: int) -> list[Any]:
+    """Remove the first `count` references."""
+    taken = refs[:count]
+    del refs[:count]
+    return taken
+
+
+def take_visits(refs: list[Any], blocks: ActiveBlocks | None, query: Tokens, key: Tokens) -> Visits:
+    """Remove the references to `visit_operands`."""
+    if blocks is None:
+        return Visits()
+    listed = take(refs, 3)
+    sides = [Tokens(*(None if x is None else refs.pop(0) for x in side)) for side in (query, key)]
+    return Visits(listed[0], listed[1], listed[2], sides[0], sides[1])
+
+
+def visible_block(query: Tokens, key: Tokens, reach: Reach, shape: tuple[int, int], axes: tuple[int, int]) -> jax.Array:
+    """Mask of one partial pair; `axes` says which axis of `shape` the query's and the key's integers run along."""
+
+    def along(x, axis):
+        return lax.broadcast_in_dim(x, shape, [axis])
+
+    conditions = []
+    left, right = reach
+    if query.position is not None:
+        if left is not None:
+            conditions.append(along(key.position, axes[1]) >= along(query.position - left, axes[0]))
+        if right is not None:
+            conditions.append(along(key.position, axes[1]) <= along(query.position + right, axes[0]))
+    if query.segment is not None:
+        segment = along(query.segment, axes[0])
+        conditions += [segment == along(key.segment, axes[1]), segment >= 0]
+    return functools.reduce(jnp.logical_and, conditions)
+
+
+def load_tokens(refs: Tokens, batch: Any, where: Any, layout: Any) -> Tokens:
+    """The integers of tokens `where` of a batch row, in registers of `layout`."""
+
+    def load(ref):
+        if ref is None:
+            return None
+        return compat.load_whole(ref.at[0 if ref.shape[0] == 1 else batch, where], layout, optimized=False)
+
+    return Tokens(*(load(ref) for ref in refs))

@@ -1,0 +1,216 @@
+"""Forward chunk kernel for Hopper (sm_90), in Pallas Mosaic GPU.
+
+One CTA holds 128 queries of one head: two compute warpgroups of 64 rows each and one memory warpgroup that feeds them key and
+value blocks by TMA. The key blocks to visit are listed (`masks.ActiveBlocks`): full ones first, then partial ones.
+
+Invariants
+- Shared memory: queries (2, 64, D) written once; keys and values in rings of STAGES slots. Block n of the list is in slot
+  n % STAGES. `filled` barriers count one arrival, the TMA's; `free` barriers count both compute warpgroups. The memory
+  warpgroup overwrites a slot only after both have left it; the compute warpgroups arrive once per visited block.
+- The two compute warpgroups take turns on the tensor cores: the `turn` barrier is passed by both, twice a block, so that one
+  does its softmax while the other multiplies. Warpgroup 1 starts one turn late and warpgroup 0 ends one turn late.
+- Output, sum and max live in registers from the carry's load to its store, in float32; max in units of log2.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_ring_attention import compat
+from jax_ring_attention.kernels.mosaic_gpu.common import (
+    COLUMN,
+    LOG2E,
+    ROW,
+    ROWS,
+    WARPGROUPS,
+    Shape,
+    load_tokens,
+    take,
+    take_visits,
+    tanh,
+    visible_block,
+    visit_operands,
+)
+from jax_ring_attention.masks import ActiveBlocks, Tokens
+from jax_ring_attention.stats import ChunkStats
+
+BLOCK_Q = ROWS * WARPGROUPS
+BLOCK_KV = 128
+STAGES = 2
+
+#: The maximum is floored here inside exponents, so that a row without keys gives exp2(-inf) = 0.
+_FLOOR = -1e29
+
+
+def fold_chunk(
+    shape: Shape,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    blocks: ActiveBlocks | None,
+    query_tokens: Tokens,
+    key_tokens: Tokens,
+    carry: ChunkStats,
+) -> ChunkStats:
+    """`merge(carry, statistics of the chunk)`.
+
+    Args:
+      query: (B, T, N, D); key, value (B, S, K, D), bfloat16 or float16, D 64 or 128.
+      blocks: per (batch or 1, query block): key blocks to visit; None visits all, unmasked.
+      query_tokens, key_tokens: int32 (B | 1, T), (B | 1, S); both sides have a segment or neither has.
+      carry: output (B, T, N, D), sum and max (B, N, T), float32, max in units of log2.
+    """
+    dtype, dim = shape.dtype, shape.head_dim
+    masked = blocks is not None
+
+    def kernel(*all_refs):
+        refs = list(all_refs)
+        query_ref, key_ref, value_ref = take(refs, 3)
+        carry_refs = take(refs, 3)
+        visits = take_visits(refs, blocks, query_tokens, key_tokens)
+        out_refs = take(refs, 3)
+        query_smem, key_smem, value_smem, query_filled, key_filled, value_filled, key_free, value_free, turn = refs
+        batch, head, tile = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("tile")
+        warpgroup = lax.axis_index("warpgroup")
+        if masked:
+            row = (0 if visits.order.shape[0] == 1 else batch, tile)
+            full, active = visits.full[row], visits.active[row]
+        else:
+            full = active = shape.key_length // BLOCK_KV
+
+        def key_start(n):
+            return (visits.order[(*row, n)] if masked else n) * BLOCK_KV
+
+        def take_turns():
+            plgpu.barrier_arrive(turn)
+            plgpu.barrier_wait(turn)
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _compute():
+            plgpu.set_max_registers(232 if masked else 240, action="increase")
+            start = tile * BLOCK_Q + warpgroup * ROWS
+            rows = pl.ds(start, ROWS)
+            query_here = query_smem.at[warpgroup]
+            plgpu.copy_gmem_to_smem(query_ref.at[batch, rows, head], query_here, query_filled.at[warpgroup])
+            output = compat.load_whole(carry_refs[0].at[batch, rows, head], plgpu.Layout.WGMMA, optimized=False)
+            total = compat.load_whole(carry_refs[1].at[batch, head, rows], ROW, optimized=False)
+            maximum = compat.load_whole(carry_refs[2].at[batch, head, rows], ROW, optimized=False)
+            query_ints = Tokens()
+            if masked:
+                query_ints = load_tokens(visits.query_tokens, batch, rows, ROW)
+            plgpu.barrier_wait(query_filled.at[warpgroup])
+
+            @pl.when(active > 0)
+            def _():
+                plgpu.barrier_wait(key_filled.at[0])
+
+            pl.when(warpgroup == 1)(take_turns)
+
+            def step(n, state, partial):
+                output, total, maximum = state
+                slot = lax.rem(n, jnp.int32(STAGES))
+
+                def scores(acc):
+                    plgpu.wgmma(acc, query_here, key_smem.at[slot].transpose((1, 0)))
+                    take_turns()
+                    return acc[...]
+
+                logits = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK_KV), jnp.float32))
+                plgpu.barrier_arrive(key_free.at[slot])
+                factor = shape.scale * LOG2E
+                if (cap := shape.logits_soft_cap) is not None:
+                    logits, factor = tanh(logits * (shape.scale / cap)), cap * LOG2E
+                if partial:
+                    columns = pl.ds(key_start(n), BLOCK_KV)
+                    key_ints = load_tokens(visits.key_tokens, batch, columns, COLUMN)
+                    seen = visible_block(query_ints, key_ints, shape.reach, (ROWS, BLOCK_KV), (0, 1))
+                    logits = jnp.where(seen, logits, -jnp.inf)
+                new_maximum = jnp.maximum(maximum, logits.max(axis=1) * factor)
+                reference = jnp.maximum(new_maximum, _FLOOR)
+                rescale = jnp.exp2(maximum - reference)
+                weights = jnp.exp2(logits * factor - lax.broadcast_in_dim(reference, logits.shape, [0]))
+                output *= lax.broadcast_in_dim(rescale, output.shape, [0])
+                total *= rescale
+                narrow = weights.astype(dtype)
+                total += weights.sum(axis=1)
+                output, total, new_maximum, narrow = lax.optimization_barrier((output, total, new_maximum, narrow))
+                plgpu.barrier_arrive(turn)
+                plgpu.barrier_wait(value_filled.at[slot])
+                plgpu.barrier_wait(turn)
+
+                def weighted_values(acc):
+                    plgpu.wgmma(acc, narrow, value_smem.at[slot])
+                    following = n + 1
+
+                    @pl.when(following < active)
+                    def _():
+                        plgpu.barrier_wait(key_filled.at[lax.rem(following, jnp.int32(STAGES))])
+
+                output = pl.run_state(weighted_values)(plgpu.ACC.init(output))
+                plgpu.barrier_arrive(value_free.at[slot])
+                return output, total, new_maximum
+
+            state = (output, total, maximum)
+            state = lax.fori_loop(0, full, functools.partial(step, partial=False), state)
+            if masked:
+                state = lax.fori_loop(full, active, functools.partial(step, partial=True), state)
+            pl.when(warpgroup == 0)(take_turns)
+            output, total, maximum = state
+            out_refs[0][batch, rows, head] = output
+            out_refs[1][batch, head, rows] = total
+            out_refs[2][batch, head, rows] = maximum
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _memory():
+            plgpu.set_max_registers(40 if masked else 24, action="decrease")
+            kv_head = lax.div(head, jnp.int32(shape.heads // shape.kv_heads))
+
+            def fetch(n, slot):
+                columns = (batch, pl.ds(key_start(n), BLOCK_KV), kv_head)
+                plgpu.copy_gmem_to_smem(key_ref.at[columns], key_smem.at[slot], key_filled.at[slot])
+                plgpu.copy_gmem_to_smem(value_ref.at[columns], value_smem.at[slot], value_filled.at[slot])
+
+            for n in range(STAGES):
+                pl.when(n < active)(functools.partial(fetch, jnp.int32(n), n))
+
+            @pl.loop(STAGES, jnp.maximum(active, STAGES) if masked else max(active, STAGES))
+            def _(n):
+                slot = lax.rem(n, jnp.int32(STAGES))
+                columns = (batch, pl.ds(key_start(n), BLOCK_KV), kv_head)
+                plgpu.barrier_wait(key_free.at[slot])
+                plgpu.copy_gmem_to_smem(key_ref.at[columns], key_smem.at[slot], key_filled.at[slot])
+                plgpu.barrier_wait(value_free.at[slot])
+                plgpu.copy_gmem_to_smem(value_ref.at[columns], value_smem.at[slot], value_filled.at[slot])
+
+    def tiled(*dims):
+        return plgpu.SMEM(dims, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+
+    scratch = (
+        tiled(WARPGROUPS, ROWS, dim),
+        tiled(STAGES, BLOCK_KV, dim),
+        tiled(STAGES, BLOCK_KV, dim),
+        plgpu.Barrier(num_barriers=WARPGROUPS),
+        plgpu.Barrier(num_barriers=STAGES),
+        plgpu.Barrier(num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=WARPGROUPS),
+    )
+    operands = [query, key, value, *carry, *visit_operands(blocks, query_tokens, key_tokens)]
+    run = plgpu.kernel(
+        kernel,
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry),
+        scratch_types=scratch,
+        grid=(shape.heads, shape.query_length // BLOCK_Q, shape.batch),
+        grid_names=("heads", "tile", "batch"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return ChunkStats(*compat.call_without_varying(run, *operands))

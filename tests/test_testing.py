@@ -1,0 +1,216 @@
+"""The measuring instruments themselves: the dense reference and the comparisons, which must be able to fail."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import FLOAT32_TOLERANCE
+
+from jax_ring_attention.testing import (
+    AttentionInputs,
+    Expected,
+    assert_close,
+    dense_attention,
+    dense_expected,
+    earned_tolerances,
+    random_inputs,
+    relative_error,
+    value_and_grads,
+    visible_pairs,
+)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "local_window_size": (2, 0)},
+        {"local_window_size": 1},
+        {"scale": 0.3, "bias": True},
+        {"key_value_seq_lengths": [3, 8]},
+        {"mask": True},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_dense_reference_equals_jax_nn_for_ordinary_inputs(options):
+    inputs = random_inputs(0, batch=2, query_length=8, heads=4, kv_heads=2, value_dim=8)
+    rng = np.random.default_rng(1)
+    bias = jnp.asarray(rng.normal(size=(2, 4, 8, 8)), jnp.float32) if options.get("bias") else None
+    mask = (rng.random((2, 4, 8, 8)) < 0.5) | np.eye(8, dtype=bool) if options.get("mask") else None
+    theirs = {k: v for k, v in options.items() if k not in ("bias", "mask")}
+    if lengths := theirs.pop("key_value_seq_lengths", None):
+        theirs |= {"key_value_seq_lengths": jnp.asarray(lengths), "query_seq_lengths": jnp.asarray([8, 8])}
+    ours = {k: v for k, v in options.items() if k in ("is_causal", "local_window_size", "key_value_seq_lengths")}
+    seen = visible_pairs(8, 8, batch=2, **ours)[:, None]
+    seen = seen if mask is None else seen & mask
+    want = dense_expected(inputs, seen, bias=bias, scale=options.get("scale"))
+
+    def attend(query, key, value):
+        return jax.nn.dot_product_attention(query, key, value, bias=bias, mask=mask, **theirs)
+
+    out, grads = value_and_grads(attend, inputs[:3], inputs.d_out)
+    assert_close((out, *grads), (want.out, *want[2:5]), FLOAT32_TOLERANCE)
+
+
+@pytest.mark.fast
+def test_dense_reference_by_hand():
+    query = jnp.zeros((1, 2, 1, 4))
+    value = jnp.asarray([1.0, 2.0, 6.0]).reshape(1, 3, 1, 1)
+    seen = np.array([[True, True, False], [False, False, False]])
+    out, lse = dense_attention(query, jnp.ones((1, 3, 1, 4)), value, seen)
+    np.testing.assert_allclose(out.ravel(), [1.5, 0], rtol=1e-6)
+    np.testing.assert_allclose(lse.ravel(), [np.log(2), -np.inf], rtol=1e-6)
+    out, lse = dense_attention(query, jnp.ones((1, 3, 1, 4)), value, seen, sinks=jnp.asarray([np.log(4.0)]))
+    np.testing.assert_allclose(out.ravel(), [0.5, 0], rtol=1e-6)
+    np.testing.assert_allclose(lse.ravel(), np.log([6, 4]), rtol=1e-6)
+
+
+def test_dense_reference_ignores_what_nobody_sees():
+    inputs = random_inputs(2, query_length=4, key_length=6)
+    seen = np.arange(6) < 4
+    poisoned = inputs._replace(
+        key=inputs.key.at[:, 4].set(jnp.nan), value=inputs.value.at[:, 5].set(jnp.inf).at[:, 4].set(jnp.nan)
+    )
+    clean = dense_expected(inputs, seen)
+    for have, want in zip(dense_expected(poisoned, seen)[:5], clean[:5], strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
+def test_dense_reference_in_double_precision_whatever_the_setting():
+    inputs = random_inputs(3, query_length=4)
+    expected = dense_expected(inputs)
+    assert {x.dtype for x in expected if x is not None} == {np.dtype(np.float64)}
+    assert dense_expected(inputs, dtype=np.float32).out.dtype == np.float32
+    assert expected.d_bias is None
+    assert expected.d_sinks is None
+
+
+def test_dense_gradients_equal_finite_differences():
+    inputs = random_inputs(4, query_length=3, key_length=4, heads=2, kv_heads=1, head_dim=2)
+    seen = visible_pairs(3, 4, is_causal=True)[:, None]
+    rng = np.random.default_rng(5)
+    bias, sinks, d_lse = rng.normal(size=(1, 2, 3, 4)), rng.normal(size=2), rng.normal(size=(1, 3, 2))
+    options = {"logits_soft_cap": 2.0, "scale": 0.7}
+    expected = dense_expected(inputs, seen, bias=bias, sinks=sinks, d_lse=d_lse, **options)
+    with jax.enable_x64(True):
+        arrays = [np.asarray(x, np.float64) for x in (*inputs[:3], bias, sinks)]
+
+        @jax.jit
+        def loss(arrays):
+            out, lse = dense_attention(*arrays[:3], seen, bias=arrays[3], sinks=arrays[4], **options)
+            return (out * np.asarray(inputs.d_out, np.float64)).sum() + (lse * d_lse).sum()
+
+        for i, grad in enumerate(expected[2:]):
+            step = [np.zeros_like(x) for x in arrays]
+            step[i] = rng.normal(size=arrays[i].shape)
+            ahead, behind = (loss([x + sign * 1e-6 * s for x, s in zip(arrays, step, strict=True)]) for sign in (1, -1))
+            np.testing.assert_allclose((grad * step[i]).sum(), (ahead - behind) / 2e-6, rtol=1e-7)
+
+
+@pytest.mark.fast
+def test_visible_pairs_by_hand():
+    def rows(**options):
+        return visible_pairs(3, 3, **options)[0].astype(int).tolist()
+
+    assert rows() == [[1, 1, 1]] * 3
+    assert rows(is_causal=True) == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    assert rows(local_window_size=(1, 0)) == [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    assert rows(local_window_size=(None, 1)) == [[1, 1, 0], [1, 1, 1], [1, 1, 1]]
+    assert rows(local_window_size=0) == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    assert rows(segment_ids=[2, 2, -1]) == [[1, 1, 0], [1, 1, 0], [0, 0, 0]]
+    assert rows(positions=[2, 0, 1], is_causal=True) == [[1, 1, 1], [0, 1, 0], [0, 1, 1]]
+    assert rows(key_value_seq_lengths=[1]) == [[1, 0, 0]] * 3
+    assert rows(query_seq_lengths=[1]) == [[1, 1, 1], [0, 0, 0], [0, 0, 0]]
+    assert rows(natural=([2, 0, 1], [2, 0, 1]), key_value_seq_lengths=[1]) == [[0, 1, 0]] * 3
+
+
+@pytest.mark.fast
+def test_relative_error_detects_nan_and_misplaced_infinities():
+    want = np.array([1.0, 2.0, -np.inf])
+    assert relative_error(want, want) == 0
+    assert relative_error(np.array([1.0, np.nan, -np.inf]), want) == np.inf
+    assert relative_error(np.array([1.0, 2.0, np.nan]), want) == np.inf
+    assert relative_error(np.array([1.0, 2.0, np.inf]), want) == np.inf
+    assert relative_error(np.array([1.0, -np.inf, -np.inf]), want) == np.inf
+    assert relative_error(np.array([-np.inf, 2.0, 1.0]), want) == np.inf
+    assert relative_error(np.array([1.0, 2.0, -3e38]), want) == np.inf
+    assert relative_error(np.array([np.nan]), np.array([np.nan])) == np.inf
+
+
+@pytest.mark.fast
+def test_relative_error_is_relative_to_the_norm_of_what_is_wanted():
+    assert relative_error([3.0, 4.5], [3.0, 4.0]) == pytest.approx(0.1)
+    assert relative_error([300.0, 450.0], [300.0, 400.0]) == pytest.approx(0.1)
+    assert relative_error([0.0, 1e-3], [0.0, 0.0]) == pytest.approx(1e-3)  # nothing to be relative to
+    assert relative_error(jnp.asarray([1.0], jnp.bfloat16), [1.0]) == 0
+    with pytest.raises(AssertionError, match=r"shapes differ: have \(1, 2\), want \(2,\)"):
+        relative_error(np.ones((1, 2)), np.ones(2))
+
+
+@pytest.mark.fast
+def test_assert_close_fails_when_it_must():
+    want = (np.ones(4), {"deep": np.array([2.0, -np.inf])})
+    assert_close(want, want, 0.0)
+    assert_close((np.full(4, 1.009), want[1]), want, 0.01)
+    for wrong in (
+        (np.full(4, 1.011), want[1]),
+        (np.ones(4), {"deep": np.array([2.1, -np.inf])}),
+        (np.ones(4), {"deep": np.array([2.0, 5.0])}),
+        (np.full(4, np.nan), want[1]),
+        (np.ones(3), want[1]),
+        (np.ones(4),),
+        (),
+    ):
+        with pytest.raises(AssertionError):
+            assert_close(wrong, want, 0.01)
+    with pytest.raises(AssertionError, match=r"out 0.00e\+00, lse 1.00e\+00\] exceed 1.0e-02"):
+        assert_close((np.ones(2), np.full(2, 2.0)), (np.ones(2), np.ones(2)), 0.01, ["out", "lse"])
+
+
+def test_a_tolerance_of_nan_or_negative_passes_nothing():
+    for tolerance in (float("nan"), -1.0):
+        with pytest.raises(AssertionError, match="exceed"):
+            assert_close(np.ones(2), np.ones(2), tolerance)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_earned_tolerances_allow_the_dtype_and_no_more(dtype):
+    inputs = random_inputs(6, query_length=16, dtype=dtype)
+    seen = visible_pairs(16, 16, is_causal=True)[:, None]
+    expected = dense_expected(inputs, seen)
+    allowed = earned_tolerances(inputs, expected, seen)
+    unit = float(jnp.finfo(dtype).eps)
+    for name in ("out", "lse", "d_query", "d_key", "d_value"):
+        assert unit / 2 <= getattr(allowed, name) < 10 * unit
+    assert allowed.d_bias is None
+    # Had the reference forgotten the mask, nothing would pass.
+    unmasked = dense_expected(inputs)
+    assert relative_error(unmasked.out, expected.out) > 10 * allowed.out
+
+
+def test_random_inputs_fill_in_sizes_and_repeat():
+    a = random_inputs(7, batch=2, query_length=5, key_length=3, heads=4, kv_heads=2, head_dim=6, value_dim=7)
+    assert [x.shape for x in a] == [(2, 5, 4, 6), (2, 3, 2, 6), (2, 3, 2, 7), (2, 5, 4, 7)]
+    b = random_inputs(7, batch=2, query_length=5, key_length=3, heads=4, kv_heads=2, head_dim=6, value_dim=7)
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x, y)
+    wide = random_inputs(8, query_length=512, spread=5.0)
+    assert isinstance(wide, AttentionInputs)
+    assert float(jnp.std(wide.query)) == pytest.approx(5, rel=0.05)
+    assert float(jnp.std(wide.d_out)) == pytest.approx(1, rel=0.05)
+
+
+def test_value_and_grads_pulls_the_given_cotangents_back():
+    def double(x, y):
+        return 2 * x, x * y
+
+    (a, b), (dx, dy) = value_and_grads(double, (jnp.ones(3), jnp.full(3, 5.0)), (np.arange(3.0), np.ones(3)))
+    np.testing.assert_array_equal(a, [2, 2, 2])
+    np.testing.assert_array_equal(b, [5, 5, 5])
+    np.testing.assert_array_equal(dx, 2 * np.arange(3) + 5)
+    np.testing.assert_array_equal(dy, [1, 1, 1])
+    assert Expected._fields[:2] == ("out", "lse")
