@@ -83,8 +83,8 @@ def call_without_varying(function: Callable[..., Any], *operands: Any) -> Any:
     """`function(*operands)` for a function that calls a Mosaic GPU kernel, also under `check_vma=True`.
 
     Kernel bodies of 0.11 and 0.12 mix values that keep the operands' varying axes with values that drop them, and references
-    with varying axes are refused. So the call is traced unchecked, on operands that carry no axes (a slice traced unchecked drops them,
-    and XLA drops the slice), and what comes out is marked as varying again.
+    with varying axes are refused. So the call is traced unchecked, on operands that carry no axes (a slice traced unchecked
+    drops them, and XLA drops the slice), and what comes out is marked as varying again.
     """
     axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
     if not axes:

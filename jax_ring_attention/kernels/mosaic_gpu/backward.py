@@ -11,8 +11,8 @@ shared memory and each warpgroup computes half of dQ, columns for head dim 128, 
 float32 buffer in global memory by TMA (cp.reduce.async.bulk), so the order of additions varies from run to run.
 
 Invariants
-- `kv_filled` counts 2 arrivals (key, value), once; `query_filled[slot]` 2 (query, lse); `d_output_filled[slot]` 2 (d_output, delta).
-  A slot is refilled only after both compute warpgroups arrived at `query_free[slot]` and `d_output_free[slot]`.
+- `kv_filled` counts 2 arrivals (key, value), once; `query_filled[slot]` 2 (query, lse); `d_output_filled[slot]` 2 (d_output,
+  delta). A slot is refilled only after both compute warpgroups arrived at `query_free[slot]` and `d_output_free[slot]`.
 - `d_logits_ready` is passed by both compute warpgroups once a step, after their half of dS is in shared memory. dS has two slots:
   a warpgroup writes slot n % 2 again only after the barrier of step n + 1, which the other passes after it has read step n.
 - `d_query_full`: both halves of dQ are in shared memory; `d_query_free`: the TMA has read them.
