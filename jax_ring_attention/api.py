@@ -20,10 +20,10 @@ from jax_ring_attention.chunk import select_kernel, vary_together
 from jax_ring_attention.kernels.contract import Problem
 from jax_ring_attention.layouts import Layout, check_layout, shard_multiple
 from jax_ring_attention.masks import Positions, SegmentIds
-from jax_ring_attention.schedule import Schedule, check_schedule, needed_offsets, plan_chunks, plan_hops
+from jax_ring_attention.schedule import Leg, Schedule, check_schedule, needed_offsets, plan_chunks, plan_hops
 from jax_ring_attention.shard import Inputs, Integers, Ring, chunk_problems
 from jax_ring_attention.sharded import LOCAL, attend_sharded, resolve_mesh
-from jax_ring_attention.vjp import attend
+from jax_ring_attention.vjp import DERIVATIVES_MESSAGE, attend
 
 AxisName = str | tuple[str, ...]
 
@@ -77,8 +77,9 @@ def ring_attention(
       query_seq_lengths, key_value_seq_lengths: int (B,); tokens from that natural index on are padding.
       local_window_size: (left, right), or an int W for (W, W), inclusive on both ends; None on a side is unbounded. With
         (2, 0), position 5 sees positions 3, 4 and 5.
-      implementation: "xla" (any platform), "autodiff" (any order and mode of differentiation, for short sequences), or None for
-        the first that accepts the inputs. A named one that cannot do it raises.
+      implementation: "mosaic_gpu" (Hopper GPUs, bfloat16 and float16), "xla" (any platform), "autodiff" (any order and mode of
+        differentiation, for short sequences), or None for the first that suits devices and inputs. A named one that cannot do it
+        raises.
       return_residual: also return the log-sum-exp.
       segment_ids: int (B, T) for query and key alike, or `SegmentIds(query, key_value)`. Tokens see their own segment only; a
         negative id is padding: sees nothing, is seen by nobody.
@@ -100,8 +101,9 @@ def ring_attention(
       (float64 for float64 inputs), natural log, differentiable.
 
     Raises:
-      ValueError: shapes, dtypes, names or combinations that do not fit. NotImplementedError: what an implementation cannot do;
-      forward-mode and second-order differentiation (use implementation="autodiff"). TypeError: unknown keywords.
+      ValueError: shapes, dtypes, names or combinations that do not fit. TypeError: unknown keywords. NotImplementedError: what an
+      implementation cannot do; forward mode alone and reverse mode twice, for which implementation="autodiff" is the way out
+      (forward mode over reverse works). Under an outer `jax.jit`, forward mode alone meets JAX's own TypeError about custom_vjp.
 
     Differs from `jax.nn.dot_product_attention`: a row that sees no key gives 0 and lse -inf (there: mean of the values); lse is
     float32 and differentiable (there: the key's dtype, gradient stopped); an int window is the same, (W, W).
@@ -167,15 +169,7 @@ def ring_attention(
         precision=compat.default_matmul_precision(),
     )
 
-    def attend_here(inputs: Inputs, integers: Integers) -> tuple[jax.Array, jax.Array]:
-        """One device's part, from its shards."""
-        problem = _local_problem(static, inputs, integers)
-        ring = _ring(problem, axes, ring_size, layout, schedule, chunk_lengths, placed, implementation)
-        if axes and compat.checks_varying(axes):
-            marker = jax.lax.axis_index(axes)
-            inputs, integers, _ = vary_together((inputs, integers, marker))
-        return attend(ring, inputs, integers)
-
+    attend_here = _Shard(static, axes, ring_size, layout, schedule, chunk_lengths, placed, implementation)
     try:
         if place is None:
             _check_shard_lengths(layout, ring_size, length, key_length)
@@ -185,40 +179,47 @@ def ring_attention(
     except TypeError as error:
         if compat.FORWARD_MODE_MESSAGE not in str(error):
             raise
-        raise NotImplementedError(
-            "ring_attention has a custom VJP, so forward-mode (jvp, jacfwd, hessian) and second-order differentiation are not "
-            "available; implementation='autodiff' supports every order and mode, at the memory of T x S scores."
-        ) from error
+        raise NotImplementedError(DERIVATIVES_MESSAGE) from error
     out, lse = args.drop_leading(out, rank), args.drop_leading(lse, rank)
     return (out, lse) if return_residual else out
 
 
-def _local_problem(static: Problem, inputs: Inputs, integers: Integers) -> Problem:
-    row_wise = any(x is not None and x.shape[0] > 1 for x in integers[:-1])
-    return dataclasses.replace(static, query_shape=inputs.query.shape, key_shape=inputs.key.shape, row_wise=row_wise)
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """What one device does with its shards; everything static, so that it can be compared and hashed."""
 
+    problem: Problem
+    axes: tuple[str, ...]
+    ring_size: int
+    layout: str
+    schedule: str
+    chunk_lengths: tuple[int, ...]
+    placed: bool
+    implementation: str | None
 
-def _ring(
-    problem: Problem,
-    axes: tuple[str, ...],
-    ring_size: int,
-    layout: str,
-    schedule: str,
-    chunk_lengths: tuple[int, ...],
-    placed: bool,
-    implementation: str | None,
-) -> Ring:
-    """Decide everything static: the hops and the kernel."""
-    length, key_length = problem.query_shape[1], problem.key_shape[1]
-    if chunk_lengths:
-        legs = plan_chunks(chunk_lengths)
-    elif schedule == "all_gather":
-        legs = None
-    else:
-        needed = None if placed else needed_offsets(layout, ring_size, length, key_length, problem.reach)
-        legs = plan_hops(schedule, ring_size, key_length, needed)
-    kernel = select_kernel(chunk_problems(problem, ring_size, legs), implementation)
-    return Ring(axes, ring_size, layout, legs, problem, kernel)
+    def __call__(self, inputs: Inputs, integers: Integers) -> tuple[jax.Array, jax.Array]:
+        ring = self.ring(inputs, integers)
+        if self.axes and compat.checks_varying(self.axes):
+            marker = jax.lax.axis_index(self.axes)
+            inputs, integers, _ = vary_together((inputs, integers, marker))
+        return attend(ring, inputs, integers)
+
+    def ring(self, inputs: Inputs, integers: Integers) -> Ring:
+        """Decide what is left to decide: the hops and the kernel."""
+        row_wise = any(x is not None and x.shape[0] > 1 for x in integers[:-1])
+        shape, key_shape = inputs.query.shape, inputs.key.shape
+        problem = dataclasses.replace(self.problem, query_shape=shape, key_shape=key_shape, row_wise=row_wise)
+        length, key_length = shape[1], key_shape[1]
+        legs: tuple[Leg, ...] | None
+        if self.chunk_lengths:
+            legs = plan_chunks(self.chunk_lengths)
+        elif self.schedule == "all_gather":
+            legs = None
+        else:
+            needed = None if self.placed else needed_offsets(self.layout, self.ring_size, length, key_length, problem.reach)
+            legs = plan_hops(self.schedule, self.ring_size, key_length, needed)
+        kernel = select_kernel(chunk_problems(problem, self.ring_size, legs), self.implementation)
+        return Ring(self.axes, self.ring_size, self.layout, legs, problem, kernel)
 
 
 def _join_chunks(key: Any, value: Any, rank: int) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 #: What JAX prints when a `jax.custom_vjp` function meets forward mode; the text is the same in 0.10 to 0.12.
 FORWARD_MODE_MESSAGE = "can't apply forward-mode"
@@ -77,6 +79,28 @@ def load_whole(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
     parameter = inspect.signature(plgpu.load).parameters.get("idx")
     index = ((),) if parameter is not None and parameter.default is parameter.empty else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+
+
+_untransposable_p = Primitive("untransposable")
+_untransposable_p.def_impl(lambda x, *, message: x)
+_untransposable_p.def_abstract_eval(lambda x, *, message: x)
+mlir.register_lowering(_untransposable_p, lambda ctx, x, *, message: [x])
+batching.defvectorized(_untransposable_p)
+
+
+def _refuse_transpose(cotangent, x, *, message):
+    raise NotImplementedError(message)
+
+
+ad.deflinear2(_untransposable_p, _refuse_transpose)
+
+
+def untransposable(tree: Any, message: str) -> Any:
+    """The identity, except that reverse-mode differentiation through it raises NotImplementedError(message); forward mode works.
+
+    A `jax.custom_vjp` around it would refuse forward mode as well.
+    """
+    return jax.tree.map(lambda x: _untransposable_p.bind(x, message=message), tree)
 
 
 def call_without_varying(function: Callable[..., Any], *operands: Any) -> Any:

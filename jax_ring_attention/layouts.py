@@ -85,7 +85,8 @@ def padded_slots(layout: str, num_shards: int, length: int) -> tuple[np.ndarray,
     return np.flatnonzero(storage_order(layout, num_shards, padded) < length), padded
 
 
-def _take(x: jax.Array, index: np.ndarray, axis: int) -> jax.Array:
+def take(x: jax.Array, index: np.ndarray, axis: int) -> jax.Array:
+    """`x` at `index` along `axis`; with Explicit axis types the result is sharded like `x`."""
     x = jnp.asarray(x)
     where = (slice(None),) * (axis % x.ndim) + (index,)
     if any(kind == jax.sharding.AxisType.Explicit for kind in jax.typeof(x).sharding.mesh.axis_types):
@@ -110,12 +111,12 @@ def to_layout(x: jax.Array, layout: Layout, num_shards: int, axis: int = 1) -> j
     Raises:
       ValueError: unknown layout or num_shards < 1.
     """
-    return _take(x, _checked_order(x, layout, num_shards, axis), axis)
+    return take(x, _checked_order(x, layout, num_shards, axis), axis)
 
 
 def from_layout(x: jax.Array, layout: Layout, num_shards: int, axis: int = 1) -> jax.Array:
     """Inverse of `to_layout`, same arguments: from stored order back to natural order."""
-    return _take(x, np.argsort(_checked_order(x, layout, num_shards, axis)), axis)
+    return take(x, np.argsort(_checked_order(x, layout, num_shards, axis)), axis)
 
 
 def _checked_order(x: Any, layout: str, num_shards: int, axis: int) -> np.ndarray:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jax_ring_attention import compat
-from jax_ring_attention.layouts import padded_slots
+from jax_ring_attention.layouts import padded_slots, take
 from jax_ring_attention.shard import Inputs, Integers
+
+AttendHere = Callable[[Inputs, Integers], tuple[jax.Array, jax.Array]]
 
 
 class Place(NamedTuple):
@@ -122,40 +126,49 @@ def _resolve_place(query, axes, mesh, spec, manual) -> Place:
 
 
 def attend_sharded(
-    attend_here: Callable[[Inputs, Integers], tuple[jax.Array, jax.Array]],
+    attend_here: AttendHere,
     place: Place,
     layout: str,
     ring_size: int,
     inputs: Inputs,
     integers: Integers,
 ) -> tuple[jax.Array, jax.Array]:
-    """`attend_here` on every device of the mesh; returns global `out` and `lse` of the query's own length."""
+    """`attend_here` on every device of the mesh; returns global `out` and `lse` of the query's own length.
+
+    `attend_here` must be hashable: it is a static argument.
+    """
     _check_divides(place, inputs)
     length = inputs.query.shape[1]
-    inputs_spec, integers_spec, out_spec, lse_spec = _specs(place, inputs, integers)
+    inputs_spec, integers_spec, *_ = _specs(place, inputs, integers)
     slots, padded = padded_slots(layout, ring_size, length)
     key_slots, key_padded = padded_slots(layout, ring_size, inputs.key.shape[1])
     is_padded = padded != length or key_padded != inputs.key.shape[1]
     if is_padded:
         inputs, integers = _replicate_tokens(place, inputs, integers, inputs_spec, integers_spec)
         inputs, integers = _pad(inputs, integers, slots, padded, key_slots, key_padded)
-        _, integers_spec, _, _ = _specs(place, inputs, integers)
+        _, integers_spec, *_ = _specs(place, inputs, integers)
     inputs = _reshard(place, inputs, inputs_spec)
     integers = _reshard(place, integers, integers_spec)
-    manual = set(compat.manual_axes())
-    sharded = jax.shard_map(
+    out, lse = _enter(attend_here, place, inputs, integers)
+    if not is_padded:
+        return out, lse
+    whole = [PartitionSpec(place.batch or None, None, place.heads or None)] * 2
+    out, lse = _reshard(place, (out, lse), tuple(whole))
+    return take(out, slots, 1), take(lse, slots, 1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _enter(attend_here: AttendHere, place: Place, inputs: Inputs, integers: Integers) -> tuple[jax.Array, jax.Array]:
+    """`attend_here` under `shard_map`; compiled once for equal static arguments, so that eager calls are not slow."""
+    inputs_spec, integers_spec, out_spec, lse_spec = _specs(place, inputs, integers)
+    manual = compat.manual_axes()
+    return jax.shard_map(
         attend_here,
         mesh=place.mesh,
         in_specs=(inputs_spec, integers_spec),
         out_specs=(out_spec, lse_spec),
         axis_names={name for name in place.mesh.axis_names if name not in manual},
-    )
-    out, lse = sharded(inputs, integers)
-    if not is_padded:
-        return out, lse
-    whole = [PartitionSpec(place.batch or None, None, place.heads or None)] * 2
-    out, lse = _reshard(place, (out, lse), tuple(whole))
-    return out[:, slots], lse[:, slots]
+    )(inputs, integers)
 
 
 def _check_divides(place: Place, inputs: Inputs) -> None:
@@ -224,10 +237,11 @@ def _pad(inputs: Inputs, integers: Integers, slots, padded: int, key_slots, key_
     """Spread the stored tokens over `padded` slots; empty slots lie past the end of the natural order, so lengths mask them."""
 
     def spread(x, axis, slots, size):
-        if x is None or x.shape[axis] != len(slots) or size == len(slots):
+        if x is None or size == len(slots):
             return x
-        shape = (*x.shape[:axis], size, *x.shape[axis + 1 :])
-        return jnp.zeros(shape, x.dtype).at[(slice(None),) * axis + (slots,)].set(x)
+        origin = np.full(size, len(slots))  # empty slots take the one zero appended here
+        origin[slots] = np.arange(len(slots))
+        return take(jnp.pad(x, [(0, int(i == axis)) for i in range(x.ndim)]), origin, axis)
 
     def spread_dense(x):
         if x is None:

@@ -6,6 +6,7 @@ same dtype makes on the same inputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -183,18 +184,22 @@ def dense_expected(
     is_double = jnp.dtype(dtype) == np.float64
     with jax.enable_x64(is_double or jnp.zeros((), float).dtype == np.float64):
         arrays = [None if x is None else np.asarray(x).astype(dtype) for x in (*inputs[:3], bias, sinks)]
-        given = {i: jnp.asarray(x) for i, x in enumerate(arrays) if x is not None}
-
-        def attend(given):
-            query, key, value, bias, sinks = (given.get(i) for i in range(5))
-            return dense_attention(query, key, value, seen, bias=bias, sinks=sinks, dtype=dtype, **options)
-
-        (out, lse), pull = jax.vjp(attend, given)
-        d_out = jnp.asarray(np.asarray(inputs.d_out).astype(dtype))
-        d_lse = jnp.zeros_like(lse) if d_lse is None else jnp.where(lse == -jnp.inf, 0, jnp.asarray(d_lse).astype(dtype))
-        (grads,) = pull((d_out, d_lse))
-        result = (out, lse, *(grads.get(i) for i in range(5)))
+        d_lse = np.zeros(inputs.query.shape[:3]) if d_lse is None else np.asarray(d_lse)
+        cotangents = (np.asarray(inputs.d_out).astype(dtype), d_lse.astype(dtype))
+        result = _dense_vjp(tuple(arrays), seen, cotangents, dtype=np.dtype(dtype), **options)
         return Expected(*(None if x is None else np.asarray(x) for x in result))
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "scale", "logits_soft_cap"))
+def _dense_vjp(arrays: Any, seen: Any, cotangents: Any, **options: Any) -> tuple[Any, ...]:
+    """out, lse and the gradients of query, key, value, bias and sinks."""
+
+    def attend(query, key, value, bias, sinks):
+        return dense_attention(query, key, value, seen, bias=bias, sinks=sinks, **options)
+
+    (out, lse), pull = jax.vjp(attend, *arrays)
+    d_out, d_lse = cotangents
+    return (out, lse, *pull((d_out, jnp.where(lse == -jnp.inf, 0, d_lse))))
 
 
 def earned_tolerances(inputs: AttentionInputs, expected: Expected, seen: Any = None, **options: Any) -> Expected:

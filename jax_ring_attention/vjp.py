@@ -11,10 +11,17 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_ring_attention import compat
 from jax_ring_attention.ring import ring_backward, ring_forward
 from jax_ring_attention.shard import Inputs, Integers, Ring
 
 RESIDUAL_NAMES = ("ring_attention_out", "ring_attention_lse")
+
+DERIVATIVES_MESSAGE = (
+    "ring_attention has a custom VJP: reverse mode once, and forward mode over it, are available. For forward mode alone "
+    "(jvp, jacfwd) and for reverse mode twice use implementation='autodiff', which supports every order and mode at the memory "
+    "of T x S scores."
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -30,7 +37,8 @@ def _attend_fwd(ring, inputs, integers):
 
 def _attend_bwd(ring, residuals, cotangents):
     inputs, integers, out, lse = residuals
-    return ring_backward(ring, inputs, integers, out, lse, *cotangents), None
+    gradients = ring_backward(ring, inputs, integers, out, lse, *cotangents)
+    return compat.untransposable(gradients, DERIVATIVES_MESSAGE), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
