@@ -19,7 +19,7 @@ from jax_ring_attention.kernels.contract import Dense, Kernel, Problem, Scope
 from jax_ring_attention.kernels.mosaic_gpu import MosaicGpuKernel
 from jax_ring_attention.kernels.xla import XlaKernel
 from jax_ring_attention.masks import token_integers, zero_padding
-from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finite_or_zero, identity_chunk_stats
+from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finite_or_zero
 
 KERNELS: dict[str, type[Kernel]] = {"mosaic_gpu": MosaicGpuKernel, "xla": XlaKernel, "autodiff": AutodiffKernel}
 
@@ -121,10 +121,7 @@ def attention_chunk_stats(
     )
     kernel = select_kernel((problem,), implementation)
     shape, accumulator = query.shape[:-1], accumulator_dtype(query.dtype)
-    if carry is None:
-        start = identity_chunk_stats(shape, value.shape[-1], accumulator)
-    else:
-        start = _checked_carry(ChunkStats(*carry), shape, value.shape[-1], accumulator, rank)
+    start = None if carry is None else _checked_carry(ChunkStats(*carry), shape, value.shape[-1], accumulator, rank)
     arrays = (query, key, value, dense.bias, start, tokens, dense.mask)
     query, key, value, dense_bias, start, tokens, dense_mask = vary_together(arrays)
     function = _chunk_stats if kernel.has_grads else _chunk_stats_plain
@@ -283,8 +280,9 @@ def _kernel(task: tuple[type[Kernel], Problem]) -> Kernel:
 def _chunk_stats_plain(task, query, key, value, bias, carry, tokens, mask):
     kernel = _kernel(task)
     dense = kernel.pack_dense(Dense(mask, bias), kernel.overhang)
+    start = None if carry is None else kernel.pack_stats(carry)
     packed = kernel.pack_query(query), kernel.pack_chunk(*zero_padding(tokens[1], key, value))
-    return kernel.unpack_stats(kernel.fold(*packed, Scope(tokens[0], tokens[1], dense, 0), kernel.pack_stats(carry)))
+    return kernel.unpack_stats(kernel.fold(*packed, Scope(tokens[0], tokens[1], dense, 0), start))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -303,9 +301,11 @@ def _chunk_stats_bwd(task, residuals, cotangents):
     d_output, d_sum, _ = cotangents
     dense = Dense(mask, bias)
     grads = _chunk_grads(task, query, key, value, d_output.astype(query.dtype), maximum, -d_sum, dense, tokens)
-    rescale = jnp.exp(carry.max - finite_or_zero(maximum))
-    through = (d_output * carry.output).sum(-1) + d_sum * carry.sum
-    d_carry = ChunkStats(d_output * rescale[..., None], d_sum * rescale, through * rescale)
+    d_carry = None
+    if carry is not None:
+        rescale = jnp.exp(carry.max - finite_or_zero(maximum))
+        through = (d_output * carry.output).sum(-1) + d_sum * carry.sum
+        d_carry = ChunkStats(d_output * rescale[..., None], d_sum * rescale, through * rescale)
     d_bias = None if bias is None else grads[3].astype(bias.dtype)
     d_query, d_key, d_value = (x.astype(query.dtype) for x in grads[:3])
     return d_query, d_key, d_value, d_bias, d_carry, None, None

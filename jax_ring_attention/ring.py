@@ -29,7 +29,6 @@ from jax_ring_attention.stats import (
     accumulator_dtype,
     finalize_chunk_stats,
     finite_or_zero,
-    identity_chunk_stats,
     merge_chunk_stats,
 )
 
@@ -38,7 +37,7 @@ def ring_forward(ring: Ring, inputs: Inputs, integers: Integers) -> tuple[jax.Ar
     """`out` (B, T, N, Hv) in the query's dtype and `lse` (B, T, N) in the accumulator's, for this device's queries."""
     shard = Shard(ring, inputs, integers)
     query = shard.kernel.pack_query(inputs.query)
-    stats = shard.kernel.pack_stats(_no_keys(inputs))
+    stats = None  # no key seen
     if ring.legs is None:
         chunk, scope = shard.gathered_chunk()
         stats = shard.kernel.fold(query, chunk.packed, scope, stats)
@@ -52,7 +51,7 @@ def ring_forward(ring: Ring, inputs: Inputs, integers: Integers) -> tuple[jax.Ar
 
 
 def _fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any) -> Any:
-    """Statistics of the chunks of one leg, merged into `stats`."""
+    """Statistics of the chunks of one leg, merged into `stats` (None: no key seen yet)."""
     move, hops = shard.ring.move, leg.streams[0].hops
 
     def fold(hop: Any, chunks: tuple[Chunk, ...], stats: Any) -> Any:
@@ -67,6 +66,7 @@ def _fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any) -> Any:
 
     first, chunks = _first_hop(shard, leg)
     if hops > first:
+        stats = shard.kernel.initial_stats(query) if stats is None else stats
         steps = jnp.arange(first, hops, dtype=jnp.int32)
         (chunks, stats), _ = lax.scan(send_and_fold, (chunks, stats), steps)
     return fold(hops, chunks, stats)
@@ -148,14 +148,6 @@ def _first_hop(shard: Shard, leg: Leg) -> tuple[int, tuple[Chunk, ...]]:
     """The first hop at which `leg` computes, and the chunks in hand then."""
     chunks = shard.home_chunks(leg)
     return (0, chunks) if leg.home else (1, shard.ring.move(leg, chunks))
-
-
-def _no_keys(inputs: Inputs) -> ChunkStats:
-    """The identity, made to vary over the mesh axes that the query varies over, as a scan carry must."""
-    dtype = accumulator_dtype(inputs.query.dtype)
-    varying_zero = jnp.zeros_like(inputs.query, dtype=dtype, shape=())
-    stats = identity_chunk_stats(inputs.query.shape[:-1], inputs.value.shape[-1], dtype)
-    return ChunkStats(*(x + varying_zero for x in stats))
 
 
 def _sink_stats(stats: ChunkStats, sinks: jax.Array) -> ChunkStats:

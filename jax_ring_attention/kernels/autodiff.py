@@ -41,7 +41,12 @@ class AutodiffKernel(Kernel):
     def pack_chunk(self, key: jax.Array, value: jax.Array) -> Chunk:
         return Chunk(key, value)
 
-    def fold(self, query: jax.Array, chunk: Chunk, scope: Scope, carry: ChunkStats) -> ChunkStats:
+    def initial_stats(self, query: jax.Array) -> ChunkStats:
+        rows = jnp.zeros_like(query, dtype=accumulator_dtype(query.dtype), shape=query.shape[:-1])
+        output = jnp.zeros_like(rows, shape=(*rows.shape, self.problem.value_dim))
+        return ChunkStats(output, rows, rows - jnp.inf)
+
+    def fold(self, query: jax.Array, chunk: Chunk, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
         problem = self.problem
         query_tokens, key_tokens, dense, key_offset = scope
         kv_heads = problem.key_shape[2]
@@ -85,4 +90,4 @@ class AutodiffKernel(Kernel):
             return jnp.moveaxis(x, 3, 1).reshape(batch, length, heads)
 
         stats = ChunkStats(output.reshape(batch, length, heads, -1), rows(weights.sum(-1)), rows(maximum))
-        return merge_chunk_stats(carry, stats)
+        return stats if carry is None else merge_chunk_stats(carry, stats)

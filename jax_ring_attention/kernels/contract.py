@@ -135,8 +135,12 @@ class Kernel(abc.ABC):
         return carry
 
     @abc.abstractmethod
+    def initial_stats(self, query: Any) -> Any:
+        """The carry that has seen no key; made from the packed query, so that it varies over the same mesh axes."""
+
+    @abc.abstractmethod
     def fold(self, query: Any, chunk: Any, scope: Scope, carry: Any) -> Any:
-        """`merge(carry, statistics of chunk)`."""
+        """`merge(carry, statistics of chunk)`; a carry of None has seen no key, and need not be read from memory."""
 
     # Only where `has_grads`.
 

@@ -153,6 +153,11 @@ class XlaKernel(Kernel):
     def unpack_stats(self, carry: ChunkStats) -> ChunkStats:
         return ChunkStats(*(self._untile(x, self.query_tiling) for x in carry))
 
+    def initial_stats(self, query: jax.Array) -> ChunkStats:
+        rows = jnp.zeros_like(query, dtype=self.accumulator, shape=query.shape[:-1])
+        output = jnp.zeros_like(rows, shape=(*rows.shape, self.problem.value_dim))
+        return ChunkStats(output, rows, rows - jnp.inf)
+
     def pack_rows(self, query: jax.Array, d_output: jax.Array, lse: jax.Array, delta: jax.Array) -> Rows:
         alive = lse != -jnp.inf  # rows without keys pass nothing, whatever is stored in them
         kept = alive[..., None]
@@ -323,9 +328,10 @@ class XlaKernel(Kernel):
         query: jax.Array,
         chunk: Chunk,
         scope: Scope,
-        carry: ChunkStats,
+        carry: ChunkStats | None,
     ) -> ChunkStats:
         """Query blocks outside, the key blocks that each of them sees inside."""
+        carry = self.initial_stats(query) if carry is None else carry
         table = self._pairs(scope)
 
         def query_block(_, xs):

@@ -116,6 +116,11 @@ class MosaicGpuKernel(Kernel):
     def pack_chunk(self, key: jax.Array, value: jax.Array) -> Chunk:
         return Chunk(self._pack(key, self.shape.key_length), self._pack(value, self.shape.key_length))
 
+    def initial_stats(self, query: jax.Array) -> ChunkStats:
+        batch, length, heads, _ = query.shape
+        rows = jnp.zeros_like(query, dtype=jnp.float32, shape=(batch, heads, length))
+        return ChunkStats(jnp.zeros_like(query, dtype=jnp.float32), rows, rows - jnp.inf)
+
     def pack_stats(self, stats: ChunkStats) -> ChunkStats:
         return ChunkStats(
             self._pack(stats.output, self.shape.query_length),
@@ -173,7 +178,8 @@ class MosaicGpuKernel(Kernel):
 
     # The kernels.
 
-    def fold(self, query: jax.Array, chunk: Chunk, scope: Scope, carry: ChunkStats) -> ChunkStats:
+    def fold(self, query: jax.Array, chunk: Chunk, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
+        carry = self.initial_stats(query) if carry is None else carry
         tokens = self._tokens(scope)
         blocks = self._blocks(*tokens, forward.BLOCK_Q, by_query=True)
         return forward.fold_chunk(self.shape, query, *chunk, blocks, *tokens, carry)
