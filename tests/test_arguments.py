@@ -140,7 +140,7 @@ def test_dtypes_without_attention(attend, dtype):
         ({"block_sizes": (4, 4, 4)}, r"block_sizes=\(4, 4, 4\) must be BlockSizes"),
         ({"block_sizes": 4.0}, r"block_sizes=4\.0 must be BlockSizes"),
         ({"block_sizes": True}, r"block_sizes=True must be BlockSizes"),
-        ({"implementation": "cudnn"}, r"implementation='cudnn' is unknown; choose one of 'xla', .*or None to take the first"),
+        ({"implementation": "cudnn"}, r"implementation='cudnn' is unknown; choose one of 'mosaic_gpu', 'xla', .*or None to take the first"),
     ],
     ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()).replace(" ", "") if isinstance(x, dict) else "",
 )
@@ -320,7 +320,7 @@ def along_query(query):
 
 @pytest.mark.fast
 def test_forward_mode_names_the_way_out():
-    message = r"forward-mode \(jvp, .*second-order.*implementation='autodiff'"
+    message = r"forward mode alone \(jvp, jacfwd\).*reverse mode twice use implementation='autodiff'"
     refuses(message, along_query, QUERY, error=NotImplementedError)
 
 
