@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -260,3 +262,10 @@ def test_expected_and_earned_have_the_same_fields():
     inputs = small()
     want = dense_expected(inputs)
     assert isinstance(earned_tolerances(inputs, want), Expected)
+
+
+@pytest.mark.fast
+def test_importing_the_package_imports_no_kernel_language():
+    """jax and numpy are the only dependencies, and Pallas Mosaic GPU needs more."""
+    code = "import sys, jax_ring_attention; assert 'jax.experimental.mosaic.gpu' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

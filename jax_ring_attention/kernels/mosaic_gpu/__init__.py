@@ -3,10 +3,13 @@
 Arrays keep BTNH. Lengths are padded to blocks, and the head dims of query, key and value to one D, 64 or 128. sum, max, lse and
 delta are (B, N, T) rows; max and lse are in units of log2 for the whole ring. d_query and d_key are without the factor `scale`
 until they are unpacked.
+
+Pallas Mosaic GPU is imported only when a kernel is built: it takes time and needs absl-py, which jax does not install.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +17,11 @@ import jax.numpy as jnp
 
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.contract import Kernel, Problem, Scope
-from jax_ring_attention.kernels.mosaic_gpu import backward, forward
-from jax_ring_attention.kernels.mosaic_gpu.common import LOG2E, Shape
+from jax_ring_attention.kernels.mosaic_gpu.common import BLOCK_KV, FORWARD_BLOCK_Q, LOG2E, NO_KEYS, Shape, backward_block_q
 from jax_ring_attention.masks import ActiveBlocks, Tokens, active_blocks, block_bounds, classify, pad_tokens
 from jax_ring_attention.stats import ChunkStats
 
-#: Lengths are padded to a multiple of this: the keys of one step, and the queries of one CTA.
+#: Lengths are padded to a multiple of this.
 _BLOCK = 128
 _LARGEST_HEAD_DIM = 128
 _LARGEST_ARRAY = 2**31
@@ -84,6 +86,8 @@ class MosaicGpuKernel(Kernel):
         use_xla = "; use implementation='xla'"
         if compat.JAX_VERSION < (0, 11):
             return f"it needs jax 0.11 or newer (Python 3.12), this is {jax.__version__}{use_xla}"
+        if importlib.util.find_spec("absl") is None:
+            return "it needs the package absl-py, which is not installed; pip install absl-py, or use implementation='xla'"
         if jax.default_backend() != "cpu" and not compat.has_hopper_gpu():
             return f"it runs on Hopper GPUs (sm_90) only{use_xla}"
         if problem.has_mask or problem.has_bias:
@@ -138,7 +142,7 @@ class MosaicGpuKernel(Kernel):
         return Rows(
             self.pack_query(query),
             self.pack_query(d_output),
-            self._pack_row_vector(jnp.where(alive, lse * LOG2E, backward.NO_KEYS), backward.NO_KEYS),
+            self._pack_row_vector(jnp.where(alive, lse * LOG2E, NO_KEYS), NO_KEYS),
             self._pack_row_vector(jnp.where(alive, delta, jnp.zeros_like(delta)), 0),
         )
 
@@ -172,7 +176,7 @@ class MosaicGpuKernel(Kernel):
         if query == (None, None):
             return None
         query_bounds = block_bounds(query, self.shape.query_length, self.shape.query_length // block_q)
-        key_bounds = block_bounds(key, self.shape.key_length, self.shape.key_length // _BLOCK)
+        key_bounds = block_bounds(key, self.shape.key_length, self.shape.key_length // BLOCK_KV)
         kinds = classify(query_bounds, key_bounds, self.problem.reach)
         return active_blocks(kinds if by_query else kinds.swapaxes(1, 2))
 
@@ -181,11 +185,15 @@ class MosaicGpuKernel(Kernel):
     def fold(self, query: jax.Array, chunk: Chunk, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
         carry = self.initial_stats(query) if carry is None else carry
         tokens = self._tokens(scope)
-        blocks = self._blocks(*tokens, forward.BLOCK_Q, by_query=True)
+        blocks = self._blocks(*tokens, FORWARD_BLOCK_Q, by_query=True)
+        from jax_ring_attention.kernels.mosaic_gpu import forward  # see the module docstring
+
         return forward.fold_chunk(self.shape, query, *chunk, blocks, *tokens, carry)
 
     def fold_grads(self, rows: Rows, chunk: Chunk, scope: Scope, d_query: jax.Array, d_bias: Any) -> tuple[jax.Array, Any, Chunk]:
         tokens = self._tokens(scope)
-        blocks = self._blocks(*tokens, backward.block_q(self.head_dim), by_query=False)
+        blocks = self._blocks(*tokens, backward_block_q(self.head_dim), by_query=False)
+        from jax_ring_attention.kernels.mosaic_gpu import backward  # see the module docstring
+
         d_query, d_key, d_value = backward.grads_chunk(self.shape, *rows, *chunk, blocks, *tokens, d_query)
         return d_query, d_bias, Chunk(d_key, d_value)

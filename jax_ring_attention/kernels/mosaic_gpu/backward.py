@@ -30,12 +30,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.mosaic_gpu.common import (
-    COLUMN,
+    BLOCK_KV,
     LOG2E,
-    ROW,
     ROWS,
     WARPGROUPS,
     Shape,
+    backward_block_q,
     load_tokens,
     take,
     take_visits,
@@ -45,15 +45,11 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
 )
 from jax_ring_attention.masks import ActiveBlocks, Tokens
 
-BLOCK_KV = ROWS * WARPGROUPS
 STAGES = 2
-#: lse of rows without keys: exp2(anything - this) is 0.
-NO_KEYS = 1e30
 
-
-def block_q(head_dim: int) -> int:
-    """Queries per step: dQ is split between warpgroups by columns for head dim 128, by rows for 64."""
-    return {64: 128, 128: 64}[head_dim]
+#: Registers of a vector with one number per row, or per column, of a wgmma tile.
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def grads_chunk(
@@ -79,7 +75,7 @@ def grads_chunk(
       d_query: (B, T, N, D) float32.
     """
     dtype, dim = shape.dtype, shape.head_dim
-    step_q = block_q(dim)
+    step_q = backward_block_q(dim)
     masked = blocks is not None
     group = shape.heads // shape.kv_heads
     by_columns = dim == 128

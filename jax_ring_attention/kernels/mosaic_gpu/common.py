@@ -1,4 +1,4 @@
-"""What the two Hopper kernels share: sizes, masks of partial blocks, arithmetic."""
+"""What the two Hopper kernels share: sizes, masks of partial blocks, arithmetic. Importable without Pallas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ring_attention import compat
 from jax_ring_attention.masks import ActiveBlocks, Tokens
@@ -21,9 +20,16 @@ ROWS = 64
 WARPGROUPS = 2
 
 
-#: Registers of a vector with one number per row, or per column, of a wgmma tile.
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
+FORWARD_BLOCK_Q = ROWS * WARPGROUPS
+BLOCK_KV = 128
+
+#: lse of rows without keys: exp2(anything - this) is 0.
+NO_KEYS = 1e30
+
+
+def backward_block_q(head_dim: int) -> int:
+    """Queries per step of the backward pass: dQ is split between warpgroups by columns for head dim 128, by rows for 64."""
+    return {64: 128, 128: 64}[head_dim]
 
 
 class Shape(NamedTuple):

@@ -24,9 +24,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.mosaic_gpu.common import (
-    COLUMN,
+    BLOCK_KV,
+    FORWARD_BLOCK_Q,
     LOG2E,
-    ROW,
     ROWS,
     WARPGROUPS,
     Shape,
@@ -40,9 +40,11 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
 from jax_ring_attention.masks import ActiveBlocks, Tokens
 from jax_ring_attention.stats import ChunkStats
 
-BLOCK_Q = ROWS * WARPGROUPS
-BLOCK_KV = 128
 STAGES = 2
+
+#: Registers of a vector with one number per row, or per column, of a wgmma tile.
+ROW = plgpu.Layout.WGMMA.reduce(1)
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 #: The maximum is floored here inside exponents, so that a row without keys gives exp2(-inf) = 0.
 _FLOOR = -1e29
@@ -94,7 +96,7 @@ def fold_chunk(
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
             plgpu.set_max_registers(232 if masked else 240, action="increase")
-            start = tile * BLOCK_Q + warpgroup * ROWS
+            start = tile * FORWARD_BLOCK_Q + warpgroup * ROWS
             rows = pl.ds(start, ROWS)
             query_here = query_smem.at[warpgroup]
             plgpu.copy_gmem_to_smem(query_ref.at[batch, rows, head], query_here, query_filled.at[warpgroup])
@@ -207,7 +209,7 @@ def fold_chunk(
         kernel,
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry),
         scratch_types=scratch,
-        grid=(shape.heads, shape.query_length // BLOCK_Q, shape.batch),
+        grid=(shape.heads, shape.query_length // FORWARD_BLOCK_Q, shape.batch),
         grid_names=("heads", "tile", "batch"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
