@@ -54,21 +54,19 @@ def test_refusals_give_the_reason_and_a_way_out(inputs, options, reason):
 
 
 @pytest.mark.fast
+@pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
 def test_arrays_beyond_32_bit_addresses_are_refused():
-    kernel = MosaicGpuKernel
-    if not HAS_KERNELS:
-        pytest.skip("the version refusal comes first")
     shape = jax.ShapeDtypeStruct((1025, 1024, 16, 128), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match=r"2\*\*31 numbers"):
-        jax.eval_shape(lambda q: attention_chunk_stats(q, q, q, implementation=kernel.name), shape)
+        jax.eval_shape(lambda q: attention_chunk_stats(q, q, q, implementation=MosaicGpuKernel.name), shape)
 
 
 @pytest.mark.fast
-def test_without_a_hopper_gpu_the_automatic_choice_is_xla():
-    if compat.has_hopper_gpu():
-        pytest.skip("this machine has one")
+@pytest.mark.parametrize("has_hopper", [True, False])
+def test_the_automatic_choice_follows_the_device(monkeypatch, has_hopper):
+    monkeypatch.setattr(compat, "has_hopper_gpu", lambda: has_hopper)
     text = str(jax.make_jaxpr(lambda q: ring_attention(q, q, q))(small().query))
-    assert "mosaic" not in text
+    assert ("wgmma" in text) == (has_hopper and HAS_KERNELS)
 
 
 @pytest.mark.fast
