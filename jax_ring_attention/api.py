@@ -199,9 +199,8 @@ class _Shard:
 
     def __call__(self, inputs: Inputs, integers: Integers) -> tuple[jax.Array, jax.Array]:
         ring = self.ring(inputs, integers)
-        if self.axes and compat.checks_varying(self.axes):
-            marker = jax.lax.axis_index(self.axes)
-            inputs, integers, _ = vary_together((inputs, integers, marker))
+        rank = jax.lax.axis_index(self.axes) if self.axes else None  # what a hop brings varies over the ring
+        inputs, integers, _ = vary_together((inputs, integers, rank))
         return attend(ring, inputs, integers)
 
     def ring(self, inputs: Inputs, integers: Integers) -> Ring:

@@ -49,12 +49,6 @@ def vary_over(tree: Any, axes: Iterable[str]) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def checks_varying(axes: Iterable[str]) -> bool:
-    """Whether the enclosing `shard_map` tracks varying axes (`check_vma=True`) for these manual axes."""
-    axes = tuple(axes)
-    return bool(axes) and bool(varying_axes(lax.axis_index(axes)))
-
-
 def manual_axes() -> tuple[str, ...]:
     """Names of the mesh axes that are manual here, that is, inside which `shard_map` bodies we are."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)

@@ -55,6 +55,11 @@ def shard_progressions(layout: str, num_shards: int, length: int) -> tuple[list[
     return [ranks * length], 1, length
 
 
+def _padded_length(layout: str, num_shards: int, length: int) -> int:
+    multiple = shard_multiple(layout, num_shards)
+    return -(-length // multiple) * multiple
+
+
 @functools.lru_cache(maxsize=256)
 def storage_order(layout: str, num_shards: int, length: int) -> np.ndarray:
     """`order[i]` is the natural position of the token stored i-th; a permutation of `range(length)`.
@@ -62,8 +67,7 @@ def storage_order(layout: str, num_shards: int, length: int) -> np.ndarray:
     A length that the shards do not divide is ordered as if padded at its natural end, with the padding left out.
     """
     check_layout(layout)
-    multiple = shard_multiple(layout, num_shards)
-    padded = -(-length // multiple) * multiple
+    padded = _padded_length(layout, num_shards, length)
     natural = np.arange(padded)
     if layout == "striped":
         order = natural.reshape(-1, num_shards).T.reshape(-1)
@@ -80,8 +84,7 @@ def storage_order(layout: str, num_shards: int, length: int) -> np.ndarray:
 
 def padded_slots(layout: str, num_shards: int, length: int) -> tuple[np.ndarray, int]:
     """Where `length` stored tokens sit once every shard has the same number of slots: `(slot of token i, number of slots)`."""
-    multiple = shard_multiple(layout, num_shards)
-    padded = -(-length // multiple) * multiple
+    padded = _padded_length(layout, num_shards, length)
     return np.flatnonzero(storage_order(layout, num_shards, padded) < length), padded
 
 

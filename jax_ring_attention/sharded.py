@@ -139,21 +139,17 @@ def attend_sharded(
     """
     _check_divides(place, inputs)
     length = inputs.query.shape[1]
-    inputs_spec, integers_spec, *_ = _specs(place, inputs, integers)
     slots, padded = padded_slots(layout, ring_size, length)
     key_slots, key_padded = padded_slots(layout, ring_size, inputs.key.shape[1])
     is_padded = padded != length or key_padded != inputs.key.shape[1]
     if is_padded:
-        inputs, integers = _replicate_tokens(place, inputs, integers, inputs_spec, integers_spec)
+        inputs, integers = _replicate_tokens(place, inputs, integers)
         inputs, integers = _pad(inputs, integers, slots, padded, key_slots, key_padded)
-        _, integers_spec, *_ = _specs(place, inputs, integers)
-    inputs = _reshard(place, inputs, inputs_spec)
-    integers = _reshard(place, integers, integers_spec)
     out, lse = _enter(attend_here, place, inputs, integers)
     if not is_padded:
         return out, lse
-    whole = [PartitionSpec(place.batch or None, None, place.heads or None)] * 2
-    out, lse = _reshard(place, (out, lse), tuple(whole))
+    whole = PartitionSpec(place.batch or None, None, place.heads or None)
+    out, lse = _reshard(place, (out, lse), (whole, whole))
     return take(out, slots, 1), take(lse, slots, 1)
 
 
@@ -162,13 +158,14 @@ def _enter(attend_here: AttendHere, place: Place, inputs: Inputs, integers: Inte
     """`attend_here` under `shard_map`; compiled once for equal static arguments, so that eager calls are not slow."""
     inputs_spec, integers_spec, out_spec, lse_spec = _specs(place, inputs, integers)
     manual = compat.manual_axes()
-    return jax.shard_map(
+    sharded = jax.shard_map(
         attend_here,
         mesh=place.mesh,
         in_specs=(inputs_spec, integers_spec),
         out_specs=(out_spec, lse_spec),
         axis_names={name for name in place.mesh.axis_names if name not in manual},
-    )(inputs, integers)
+    )
+    return sharded(_reshard(place, inputs, inputs_spec), _reshard(place, integers, integers_spec))
 
 
 def _check_divides(place: Place, inputs: Inputs) -> None:
@@ -222,15 +219,15 @@ def _reshard(place: Place, arrays: Any, specs: Any) -> Any:
     return jax.tree.map(move, arrays, specs)
 
 
-def _replicate_tokens(place, inputs, integers, inputs_spec, integers_spec):
+def _replicate_tokens(place: Place, inputs: Inputs, integers: Integers) -> tuple[Inputs, Integers]:
     """With Explicit axis types padding needs the token axes whole; a length that does not divide is never sharded anyway."""
 
     def drop_ring(spec):
         return PartitionSpec(*(None if _as_axes(entry) == place.ring else entry for entry in spec))
 
-    is_spec = {"is_leaf": lambda x: isinstance(x, PartitionSpec)}
-    inputs = _reshard(place, inputs, jax.tree.map(drop_ring, inputs_spec, **is_spec))
-    return inputs, _reshard(place, integers, jax.tree.map(drop_ring, integers_spec, **is_spec))
+    specs = _specs(place, inputs, integers)[:2]
+    specs = jax.tree.map(drop_ring, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    return _reshard(place, (inputs, integers), specs)
 
 
 def _pad(inputs: Inputs, integers: Integers, slots, padded: int, key_slots, key_padded: int) -> tuple[Inputs, Integers]:

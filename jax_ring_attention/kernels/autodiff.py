@@ -7,20 +7,14 @@ keeps every chunk's T x S scores for the backward pass, so it is for short seque
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ring_attention.kernels.contract import Kernel, Problem, Scope
+from jax_ring_attention.kernels.contract import Kernel, KeyValue, Problem, Scope
 from jax_ring_attention.masks import visible
 from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finite_or_zero, merge_chunk_stats
-
-
-class Chunk(NamedTuple):
-    key: jax.Array
-    value: jax.Array
 
 
 class AutodiffKernel(Kernel):
@@ -38,15 +32,10 @@ class AutodiffKernel(Kernel):
     def pack_query(self, query: jax.Array) -> jax.Array:
         return query
 
-    def pack_chunk(self, key: jax.Array, value: jax.Array) -> Chunk:
-        return Chunk(key, value)
+    def pack_chunk(self, key: jax.Array, value: jax.Array) -> KeyValue:
+        return KeyValue(key, value)
 
-    def initial_stats(self, query: jax.Array) -> ChunkStats:
-        rows = jnp.zeros_like(query, dtype=accumulator_dtype(query.dtype), shape=query.shape[:-1])
-        output = jnp.zeros_like(rows, shape=(*rows.shape, self.problem.value_dim))
-        return ChunkStats(output, rows, rows - jnp.inf)
-
-    def fold(self, query: jax.Array, chunk: Chunk, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
+    def fold(self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
         problem = self.problem
         query_tokens, key_tokens, dense, key_offset = scope
         kv_heads = problem.key_shape[2]
@@ -71,7 +60,7 @@ class AutodiffKernel(Kernel):
         if mask is not None:  # as in the xla kernel: what nobody sees must not meet 0 * NaN
             full = jnp.broadcast_to(mask, (batch, kv_heads, heads // kv_heads, length, key_length))
             seen = jnp.moveaxis(full.any((2, 3)), 1, 2)[..., None]
-            chunk = Chunk(*(jnp.where(seen, x, jnp.zeros_like(x)) for x in chunk))
+            chunk = KeyValue(*(jnp.where(seen, x, jnp.zeros_like(x)) for x in chunk))
             sees = jnp.moveaxis(full.any(-1), 3, 1)[..., None]  # (B, T, K, N/K, 1)
             grouped = jnp.where(sees, grouped, jnp.zeros_like(grouped))
         einsum = functools.partial(jnp.einsum, precision=problem.precision, preferred_element_type=accumulator)

@@ -73,6 +73,38 @@ class Dense(NamedTuple):
     bias: jax.Array | None = None
 
 
+class KeyValue(NamedTuple):
+    """One chunk's key and value, or their gradients, in a kernel's own layout."""
+
+    key: jax.Array
+    value: jax.Array
+
+
+class Rows(NamedTuple):
+    """What the backward pass reads per query, in a kernel's own layout."""
+
+    query: jax.Array
+    d_output: jax.Array
+    lse: jax.Array
+    delta: jax.Array
+
+
+def pad_to(x: jax.Array, sizes: dict[int, int], fill: float = 0) -> jax.Array:
+    """`x` with axis i padded at its end to `sizes[i]`."""
+    widths = [(0, sizes.get(i, n) - n) for i, n in enumerate(x.shape)]
+    return jnp.pad(x, widths, constant_values=fill) if any(after for _, after in widths) else x
+
+
+def silence_empty_rows(query: jax.Array, d_output: jax.Array, lse: jax.Array, delta: jax.Array) -> Rows:
+    """`Rows` with zeros where lse is -inf: a row that saw no key passes nothing, whatever is stored in it."""
+    alive = lse != -jnp.inf
+
+    def keep(x):
+        return jnp.where(alive if x.ndim == alive.ndim else alive[..., None], x, jnp.zeros_like(x))
+
+    return Rows(keep(query), keep(d_output), lse, keep(delta))
+
+
 class Scope(NamedTuple):
     """Who sees whom while one chunk is folded.
 
@@ -134,9 +166,11 @@ class Kernel(abc.ABC):
         """Inverse of `pack_stats`."""
         return carry
 
-    @abc.abstractmethod
     def initial_stats(self, query: Any) -> Any:
         """The carry that has seen no key; made from the packed query, so that it varies over the same mesh axes."""
+        rows = jnp.zeros_like(query, dtype=accumulator_dtype(query.dtype), shape=query.shape[:-1])
+        output = jnp.zeros_like(rows, shape=(*rows.shape, self.problem.value_dim))
+        return ChunkStats(output, rows, rows - jnp.inf)
 
     @abc.abstractmethod
     def fold(self, query: Any, chunk: Any, scope: Scope, carry: Any) -> Any:
@@ -150,7 +184,7 @@ class Kernel(abc.ABC):
 
     def initial_d_query(self, rows: Any) -> Any:
         """Zeros that `fold_grads` adds to."""
-        raise NotImplementedError(f"kernel {self.name!r} has no backward pass of its own")
+        return jnp.zeros_like(rows.query, dtype=accumulator_dtype(rows.query.dtype))
 
     def initial_d_bias(self, dense: Dense) -> jax.Array | None:
         """Zeros for the gradient of the packed bias, if there is one."""

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ring_attention.kernels.contract import Dense, Kernel, Problem, Scope
+from jax_ring_attention.kernels.contract import Dense, Kernel, KeyValue, Problem, Rows, Scope, pad_to, silence_empty_rows
 from jax_ring_attention.masks import (
     FULL,
     PARTIAL,
@@ -40,22 +40,6 @@ _SMALLEST_DEFAULT_BLOCK = 128
 _SCORES_PER_STEP = {"cpu": 2**17, "other": 2**24}
 
 
-class Chunk(NamedTuple):
-    """Tiles of one chunk: key (groups * key blocks, rows, K, block_kv, H), value with Hv."""
-
-    key: jax.Array
-    value: jax.Array
-
-
-class Rows(NamedTuple):
-    """Tiles of what the backward pass reads per query: like the query, lse and delta without the last axis."""
-
-    query: jax.Array
-    d_output: jax.Array
-    lse: jax.Array
-    delta: jax.Array
-
-
 class Tiling(NamedTuple):
     """`blocks` blocks of `size` tokens cover `length` tokens; the last one may hang over."""
 
@@ -72,11 +56,6 @@ def _tiling(length: int, block: int) -> Tiling:
     """As few blocks of at most `block` as cover `length`, as even as possible, so that padding stays below one token a block."""
     count = max(1, -(-length // block))
     return Tiling(length, -(-length // count), count)
-
-
-def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
-    extra = size - x.shape[axis]
-    return jnp.pad(x, [(0, extra if i == axis else 0) for i in range(x.ndim)]) if extra else x
 
 
 def _at(tiles: Any, index: Any) -> Any:
@@ -120,7 +99,7 @@ class XlaKernel(Kernel):
 
     def _tile(self, x: jax.Array, tiling: Tiling) -> jax.Array:
         heads, rest = x.shape[2], x.shape[3:]
-        x = _pad(x, 1, tiling.padded)
+        x = pad_to(x, {1: tiling.padded})
         x = x.reshape(self.groups, self.group_rows, tiling.blocks, tiling.size, self.kv_heads, heads // self.kv_heads, *rest)
         x = jnp.moveaxis(x, (2, 4, 5), (1, 3, 4))
         return x.reshape(self.groups * tiling.blocks, self.group_rows, self.kv_heads, -1, *rest)
@@ -135,15 +114,15 @@ class XlaKernel(Kernel):
     def pack_query(self, query: jax.Array) -> jax.Array:
         return self._tile(query, self.query_tiling)
 
-    def pack_chunk(self, key: jax.Array, value: jax.Array) -> Chunk:
-        return Chunk(self._tile(key, self.key_tiling), self._tile(value, self.key_tiling))
+    def pack_chunk(self, key: jax.Array, value: jax.Array) -> KeyValue:
+        return KeyValue(self._tile(key, self.key_tiling), self._tile(value, self.key_tiling))
 
     def pack_dense(self, dense: Dense, overhang: int) -> Dense:
         def pad(x):
             if x is None:
                 return None
-            rows = x if x.shape[2] == 1 else _pad(x, 2, self.query_tiling.padded)
-            return rows if x.shape[3] == 1 else _pad(rows, 3, x.shape[3] + overhang)
+            wanted = {2: self.query_tiling.padded, 3: x.shape[3] + overhang}
+            return pad_to(x, {axis: size for axis, size in wanted.items() if x.shape[axis] > 1})
 
         return Dense(pad(dense.mask), pad(dense.bias))
 
@@ -153,26 +132,15 @@ class XlaKernel(Kernel):
     def unpack_stats(self, carry: ChunkStats) -> ChunkStats:
         return ChunkStats(*(self._untile(x, self.query_tiling) for x in carry))
 
-    def initial_stats(self, query: jax.Array) -> ChunkStats:
-        rows = jnp.zeros_like(query, dtype=self.accumulator, shape=query.shape[:-1])
-        output = jnp.zeros_like(rows, shape=(*rows.shape, self.problem.value_dim))
-        return ChunkStats(output, rows, rows - jnp.inf)
-
     def pack_rows(self, query: jax.Array, d_output: jax.Array, lse: jax.Array, delta: jax.Array) -> Rows:
-        alive = lse != -jnp.inf  # rows without keys pass nothing, whatever is stored in them
-        kept = alive[..., None]
-        query = jnp.where(kept, query, jnp.zeros_like(query))
-        d_output = jnp.where(kept, d_output, jnp.zeros_like(d_output))
-        delta = jnp.where(alive, delta, jnp.zeros_like(delta))
-        return Rows(*(self._tile(x, self.query_tiling) for x in (query, d_output, finite_or_zero(lse), delta)))
-
-    def initial_d_query(self, rows: Rows) -> jax.Array:
-        return jnp.zeros_like(rows.query, dtype=self.accumulator)
+        rows = silence_empty_rows(query, d_output, lse, delta)
+        rows = rows._replace(lse=finite_or_zero(lse))
+        return Rows(*(self._tile(x, self.query_tiling) for x in rows))
 
     def unpack_d_query(self, d_query: jax.Array) -> jax.Array:
         return self._untile(d_query, self.query_tiling)
 
-    def unpack_d_chunk(self, d_chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+    def unpack_d_chunk(self, d_chunk: KeyValue) -> tuple[jax.Array, jax.Array]:
         return self._untile(d_chunk.key, self.key_tiling), self._untile(d_chunk.value, self.key_tiling)
 
     # Which pairs of blocks to visit, and what they compare.
@@ -227,8 +195,8 @@ class XlaKernel(Kernel):
         full = (group * self.group_rows, 0, query_block * self.query_tiling.size, key_start)
         return tuple(jnp.int32(0 if n == 1 else start) for n, start in zip(x.shape, full, strict=True))
 
-    def _hidden_and_bias(self, pair: _Pair, masked: bool) -> tuple[jax.Array | None, jax.Array | None]:
-        """Mask (only in partial pairs) and bias of one pair, broadcastable to (rows, K, N/K, block_q, block_kv)."""
+    def _mask_and_bias(self, pair: _Pair, masked: bool) -> tuple[jax.Array | None, jax.Array | None]:
+        """Mask (of a partial pair, or where a bias may hide) and bias, broadcastable to (rows, K, N/K, block_q, block_kv)."""
         where = (pair.group, pair.query_block, pair.key_start)
         mask = None
         if masked:
@@ -271,7 +239,7 @@ class XlaKernel(Kernel):
             logits = jnp.where(mask, logits, -jnp.inf)
         return logits, slope
 
-    def _shown(self, chunk: Chunk, mask: jax.Array | None) -> Chunk:
+    def _shown(self, chunk: KeyValue, mask: jax.Array | None) -> KeyValue:
         """The chunk with zeros for keys that no query of this pair sees: 0 * NaN must not reach a sum."""
         if mask is None:
             return chunk
@@ -279,25 +247,25 @@ class XlaKernel(Kernel):
         seen = mask.any((2, 3))
         # The barrier keeps XLA from fusing the reduction into its uses, which would repeat it for every head dim.
         seen = jnp.broadcast_to(lax.optimization_barrier(seen), chunk.key.shape[:3])[..., None]
-        return Chunk(*(jnp.where(seen, x, jnp.zeros_like(x)) for x in chunk))
+        return KeyValue(*(jnp.where(seen, x, jnp.zeros_like(x)) for x in chunk))
 
-    def _fold_pair(self, pair: _Pair, query: jax.Array, chunk: Chunk, carry: ChunkStats, masked: bool) -> ChunkStats:
-        mask, bias = self._hidden_and_bias(pair, masked)
+    def _fold_pair(self, pair: _Pair, query: jax.Array, chunk: KeyValue, carry: ChunkStats, masked: bool) -> ChunkStats:
+        mask, bias = self._mask_and_bias(pair, masked)
         chunk = self._shown(chunk, mask)
         logits, _ = self._logits(query, chunk.key, mask, bias)
         logits = logits.reshape(*query.shape[:3], -1)
         maximum = jnp.maximum(carry.max, logits.max(-1))
-        reference = maximum if mask is None and bias is None else finite_or_zero(maximum)
+        reference = maximum if mask is None else finite_or_zero(maximum)
         weights = jnp.exp(logits - reference[..., None])
         rescale = jnp.exp(carry.max - reference)
         output = self._matmul(weights.astype(chunk.value.dtype), chunk.value, (3, 2))
         return ChunkStats(carry.output * rescale[..., None] + output, carry.sum * rescale + weights.sum(-1), maximum)
 
     def _pair_grads(
-        self, pair: _Pair, rows: Rows, chunk: Chunk, d_bias: jax.Array | None, masked: bool
-    ) -> tuple[jax.Array, Chunk, jax.Array | None]:
+        self, pair: _Pair, rows: Rows, chunk: KeyValue, d_bias: jax.Array | None, masked: bool
+    ) -> tuple[jax.Array, KeyValue, jax.Array | None]:
         """Five matmuls: logits, d_weights, d_value, d_key, d_query."""
-        mask, bias = self._hidden_and_bias(pair, masked)
+        mask, bias = self._mask_and_bias(pair, masked)
         chunk = self._shown(chunk, mask)
         logits, slope = self._logits(rows.query, chunk.key, mask, bias)
         flat = (*rows.query.shape[:3], -1)
@@ -312,7 +280,7 @@ class XlaKernel(Kernel):
         d_logits = (d_logits * self.problem.scale).astype(rows.query.dtype)
         d_key = self._matmul(d_logits, rows.query, (2, 2))
         d_query = self._matmul(d_logits, chunk.key, (3, 2))
-        return d_query, Chunk(d_key, d_value), d_bias
+        return d_query, KeyValue(d_key, d_value), d_bias
 
     def _add_d_bias(self, d_bias: jax.Array, pair: _Pair, d_logits: jax.Array) -> jax.Array:
         start = self._dense_start(d_bias, pair.group, pair.query_block, pair.key_start)
@@ -326,7 +294,7 @@ class XlaKernel(Kernel):
     def fold(
         self,
         query: jax.Array,
-        chunk: Chunk,
+        chunk: KeyValue,
         scope: Scope,
         carry: ChunkStats | None,
     ) -> ChunkStats:
@@ -352,17 +320,17 @@ class XlaKernel(Kernel):
     def fold_grads(
         self,
         rows: Rows,
-        chunk: Chunk,
+        chunk: KeyValue,
         scope: Scope,
         d_query: jax.Array,
         d_bias: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array | None, Chunk]:
+    ) -> tuple[jax.Array, jax.Array | None, KeyValue]:
         """Key blocks outside with d_key and d_value at hand, the query blocks that see each of them inside."""
         table = self._pairs(scope)
 
         def key_block(sums, xs):
             tile, blocks, chunk = xs
-            d_chunk = Chunk(*(jnp.zeros_like(x, dtype=self.accumulator) for x in chunk))
+            d_chunk = KeyValue(*(jnp.zeros_like(x, dtype=self.accumulator) for x in chunk))
 
             def step(masked):
                 def body(inner, state):
