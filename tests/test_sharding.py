@@ -370,3 +370,24 @@ def test_an_abstract_mesh_says_the_shape_and_the_arrays_bring_the_devices():
     (out, lse), grads = value_and_grads(attend, arrays, (d_out, lse_cotangent))
     assert_causal(out, lse, grads)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+
+
+@pytest.mark.parametrize("in_chunks", [False, True], ids=["local_arrays", "chunks"])
+def test_without_a_ring_inside_shard_map_keys_may_be_the_same_on_every_device(in_chunks):
+    """Queries vary over the mesh and keys do not: the loops inside still carry one type."""
+    inputs = random_inputs(90, 2, 8)
+    mesh = mesh_of(data=2)
+
+    def here(query, key, value):
+        if in_chunks:
+            return ring_attention(query, jnp.split(key, 2, axis=1), jnp.split(value, 2, axis=1), block_sizes=2)
+        return ring_attention(query, key, value, axis_name=(), block_sizes=2)
+
+    def attend(query, key, value):
+        return jax.shard_map(here, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))(query, key, value)
+
+    shared = inputs._replace(key=inputs.key[:1], value=inputs.value[:1])
+    out, grads = value_and_grads(attend, shared[:3], shared.d_out)
+    want = dense_expected(inputs._replace(key=jnp.repeat(shared.key, 2, 0), value=jnp.repeat(shared.value, 2, 0)))
+    sums = (want.d_query, want.d_key.sum(0, keepdims=True), want.d_value.sum(0, keepdims=True))
+    assert_close((out, grads), (want.out, sums), FLOAT32_TOLERANCE)

@@ -10,13 +10,13 @@ Pallas Mosaic GPU is imported only when a kernel is built: it takes time and nee
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ring_attention import compat
-from jax_ring_attention.kernels.contract import Kernel, Problem, Scope
+from jax_ring_attention.kernels.contract import Kernel, KeyValue, Problem, Rows, Scope, pad_to, silence_empty_rows
 from jax_ring_attention.kernels.mosaic_gpu.common import BLOCK_KV, FORWARD_BLOCK_Q, LOG2E, NO_KEYS, Shape, backward_block_q
 from jax_ring_attention.masks import ActiveBlocks, Tokens, active_blocks, block_bounds, classify, pad_tokens
 from jax_ring_attention.stats import ChunkStats
@@ -27,30 +27,8 @@ _LARGEST_HEAD_DIM = 128
 _LARGEST_ARRAY = 2**31
 
 
-class Chunk(NamedTuple):
-    """(B, S, K, D), padded."""
-
-    key: jax.Array
-    value: jax.Array
-
-
-class Rows(NamedTuple):
-    """query and d_output (B, T, N, D), lse and delta (B, N, T), padded."""
-
-    query: jax.Array
-    d_output: jax.Array
-    lse: jax.Array
-    delta: jax.Array
-
-
 def _padded(length: int) -> int:
     return -(-length // _BLOCK) * _BLOCK
-
-
-def _pad(x: jax.Array, sizes: dict[int, int], fill: float = 0) -> jax.Array:
-    """`x` with axis i padded at its end to `sizes[i]`."""
-    widths = [(0, sizes.get(i, n) - n) for i, n in enumerate(x.shape)]
-    return jnp.pad(x, widths, constant_values=fill) if any(after for _, after in widths) else x
 
 
 class MosaicGpuKernel(Kernel):
@@ -79,7 +57,7 @@ class MosaicGpuKernel(Kernel):
 
     @staticmethod
     def is_preferred() -> bool:
-        return compat.has_hopper_gpu() and compat.JAX_VERSION >= (0, 11)
+        return compat.has_hopper_gpu()
 
     @staticmethod
     def refusal(problem: Problem) -> str | None:
@@ -108,17 +86,17 @@ class MosaicGpuKernel(Kernel):
     # Packing.
 
     def _pack(self, x: jax.Array, length: int) -> jax.Array:
-        return _pad(x, {1: length, 3: self.head_dim})
+        return pad_to(x, {1: length, 3: self.head_dim})
 
     def _pack_row_vector(self, x: jax.Array, fill: float) -> jax.Array:
         """(B, T, N) to (B, N, T)."""
-        return _pad(jnp.swapaxes(x, 1, 2), {2: self.shape.query_length}, fill)
+        return pad_to(jnp.swapaxes(x, 1, 2), {2: self.shape.query_length}, fill)
 
     def pack_query(self, query: jax.Array) -> jax.Array:
         return self._pack(query, self.shape.query_length)
 
-    def pack_chunk(self, key: jax.Array, value: jax.Array) -> Chunk:
-        return Chunk(self._pack(key, self.shape.key_length), self._pack(value, self.shape.key_length))
+    def pack_chunk(self, key: jax.Array, value: jax.Array) -> KeyValue:
+        return KeyValue(self._pack(key, self.shape.key_length), self._pack(value, self.shape.key_length))
 
     def initial_stats(self, query: jax.Array) -> ChunkStats:
         batch, length, heads, _ = query.shape
@@ -137,22 +115,18 @@ class MosaicGpuKernel(Kernel):
         return ChunkStats(carry.output[:, : self.query_length, :, : self.problem.value_dim], *rows)
 
     def pack_rows(self, query: jax.Array, d_output: jax.Array, lse: jax.Array, delta: jax.Array) -> Rows:
-        alive = lse != -jnp.inf  # rows without keys pass nothing, whatever is stored in them
-        query, d_output = (jnp.where(alive[..., None], x, jnp.zeros_like(x)) for x in (query, d_output))
+        rows = silence_empty_rows(query, d_output, lse, delta)
         return Rows(
-            self.pack_query(query),
-            self.pack_query(d_output),
-            self._pack_row_vector(jnp.where(alive, lse * LOG2E, NO_KEYS), NO_KEYS),
-            self._pack_row_vector(jnp.where(alive, delta, jnp.zeros_like(delta)), 0),
+            self.pack_query(rows.query),
+            self.pack_query(rows.d_output),
+            self._pack_row_vector(jnp.where(lse == -jnp.inf, NO_KEYS, lse * LOG2E), NO_KEYS),
+            self._pack_row_vector(rows.delta, 0),
         )
-
-    def initial_d_query(self, rows: Rows) -> jax.Array:
-        return jnp.zeros_like(rows.query, dtype=jnp.float32)
 
     def unpack_d_query(self, d_query: jax.Array) -> jax.Array:
         return d_query[:, : self.query_length, :, : self.problem.query_shape[3]] * self.problem.scale
 
-    def unpack_d_chunk(self, d_chunk: Chunk) -> tuple[jax.Array, jax.Array]:
+    def unpack_d_chunk(self, d_chunk: KeyValue) -> tuple[jax.Array, jax.Array]:
         d_key = d_chunk.key[:, : self.key_length, :, : self.problem.query_shape[3]] * self.problem.scale
         return d_key, d_chunk.value[:, : self.key_length, :, : self.problem.value_dim]
 
@@ -168,7 +142,7 @@ class MosaicGpuKernel(Kernel):
             key = key._replace(segment=jnp.zeros((1, self.shape.key_length), jnp.int32))
 
         def pad(x):
-            return None if x is None else _pad(x, {1: self.shape.query_length}, -1)
+            return None if x is None else pad_to(x, {1: self.shape.query_length}, -1)
 
         return Tokens(*(pad(x) for x in query)), key
 
@@ -182,7 +156,7 @@ class MosaicGpuKernel(Kernel):
 
     # The kernels.
 
-    def fold(self, query: jax.Array, chunk: Chunk, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
+    def fold(self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
         carry = self.initial_stats(query) if carry is None else carry
         tokens = self._tokens(scope)
         blocks = self._blocks(*tokens, FORWARD_BLOCK_Q, by_query=True)
@@ -190,10 +164,12 @@ class MosaicGpuKernel(Kernel):
 
         return forward.fold_chunk(self.shape, query, *chunk, blocks, *tokens, carry)
 
-    def fold_grads(self, rows: Rows, chunk: Chunk, scope: Scope, d_query: jax.Array, d_bias: Any) -> tuple[jax.Array, Any, Chunk]:
+    def fold_grads(
+        self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array, d_bias: Any
+    ) -> tuple[jax.Array, Any, KeyValue]:
         tokens = self._tokens(scope)
         blocks = self._blocks(*tokens, backward_block_q(self.head_dim), by_query=False)
         from jax_ring_attention.kernels.mosaic_gpu import backward  # see the module docstring
 
         d_query, d_key, d_value = backward.grads_chunk(self.shape, *rows, *chunk, blocks, *tokens, d_query)
-        return d_query, d_bias, Chunk(d_key, d_value)
+        return d_query, d_bias, KeyValue(d_key, d_value)

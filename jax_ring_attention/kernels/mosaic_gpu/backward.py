@@ -43,13 +43,8 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
     visible_block,
     visit_operands,
 )
+from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled
 from jax_ring_attention.masks import ActiveBlocks, Tokens
-
-STAGES = 2
-
-#: Registers of a vector with one number per row, or per column, of a wgmma tile.
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def grads_chunk(
@@ -235,17 +230,14 @@ def grads_chunk(
 
             plgpu.wait_smem_to_gmem(0)
 
-    def tiled(*dims, dtype=dtype, columns=64):
-        return plgpu.SMEM(dims, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
-
     scratch = (
-        tiled(BLOCK_KV, dim),
-        tiled(BLOCK_KV, dim),
-        tiled(STAGES, step_q, dim),
-        tiled(STAGES, step_q, dim),
+        tiled(BLOCK_KV, dim, dtype=dtype),
+        tiled(BLOCK_KV, dim, dtype=dtype),
+        tiled(STAGES, step_q, dim, dtype=dtype),
+        tiled(STAGES, step_q, dim, dtype=dtype),
         plgpu.SMEM((STAGES, step_q), jnp.float32),
         plgpu.SMEM((STAGES, step_q), jnp.float32),
-        tiled(2, BLOCK_KV, step_q),
+        tiled(2, BLOCK_KV, step_q, dtype=dtype),
         tiled(WARPGROUPS, ROWS, ROWS, dtype=jnp.float32, columns=32),
         plgpu.Barrier(num_arrivals=2),
         plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
@@ -259,15 +251,11 @@ def grads_chunk(
 
     operands = [query, d_output, lse, delta, key, value, *visit_operands(blocks, query_tokens, key_tokens)]
     d_shape = (shape.batch, shape.key_length, shape.kv_heads, dim)
-    run = plgpu.kernel(
+    run = build(
         kernel,
-        out_type=(jax.ShapeDtypeStruct(d_shape, jnp.float32),) * 2,
-        scratch_types=scratch,
-        grid=(shape.batch, shape.kv_heads, shape.key_length // BLOCK_KV),
-        grid_names=("batch", "kv_heads", "tile"),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        (jax.ShapeDtypeStruct(d_shape, jnp.float32),) * 2,
+        scratch,
+        {"batch": shape.batch, "kv_heads": shape.kv_heads, "tile": shape.key_length // BLOCK_KV},
     )
 
     @jax.custom_batching.sequential_vmap  # run_state has no batching rule

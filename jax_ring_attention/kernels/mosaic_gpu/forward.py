@@ -37,14 +37,9 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
     visible_block,
     visit_operands,
 )
+from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled
 from jax_ring_attention.masks import ActiveBlocks, Tokens
 from jax_ring_attention.stats import ChunkStats
-
-STAGES = 2
-
-#: Registers of a vector with one number per row, or per column, of a wgmma tile.
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 #: The maximum is floored here inside exponents, so that a row without keys gives exp2(-inf) = 0.
 _FLOOR = -1e29
@@ -173,30 +168,26 @@ def fold_chunk(
             plgpu.set_max_registers(40 if masked else 24, action="decrease")
             kv_head = lax.div(head, jnp.int32(shape.heads // shape.kv_heads))
 
-            def fetch(n, slot):
+            def fetch(n, slot, wait):
                 columns = (batch, pl.ds(key_start(n), BLOCK_KV), kv_head)
+                if wait:
+                    plgpu.barrier_wait(key_free.at[slot])
                 plgpu.copy_gmem_to_smem(key_ref.at[columns], key_smem.at[slot], key_filled.at[slot])
+                if wait:
+                    plgpu.barrier_wait(value_free.at[slot])
                 plgpu.copy_gmem_to_smem(value_ref.at[columns], value_smem.at[slot], value_filled.at[slot])
 
             for n in range(STAGES):
-                pl.when(n < active)(functools.partial(fetch, jnp.int32(n), n))
+                pl.when(n < active)(functools.partial(fetch, jnp.int32(n), n, wait=False))
 
             @pl.loop(STAGES, jnp.maximum(active, STAGES) if masked else max(active, STAGES))
             def _(n):
-                slot = lax.rem(n, jnp.int32(STAGES))
-                columns = (batch, pl.ds(key_start(n), BLOCK_KV), kv_head)
-                plgpu.barrier_wait(key_free.at[slot])
-                plgpu.copy_gmem_to_smem(key_ref.at[columns], key_smem.at[slot], key_filled.at[slot])
-                plgpu.barrier_wait(value_free.at[slot])
-                plgpu.copy_gmem_to_smem(value_ref.at[columns], value_smem.at[slot], value_filled.at[slot])
-
-    def tiled(*dims):
-        return plgpu.SMEM(dims, dtype, transforms=(plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+                fetch(n, lax.rem(n, jnp.int32(STAGES)), wait=True)
 
     scratch = (
-        tiled(WARPGROUPS, ROWS, dim),
-        tiled(STAGES, BLOCK_KV, dim),
-        tiled(STAGES, BLOCK_KV, dim),
+        tiled(WARPGROUPS, ROWS, dim, dtype=dtype),
+        tiled(STAGES, BLOCK_KV, dim, dtype=dtype),
+        tiled(STAGES, BLOCK_KV, dim, dtype=dtype),
         plgpu.Barrier(num_barriers=WARPGROUPS),
         plgpu.Barrier(num_barriers=STAGES),
         plgpu.Barrier(num_barriers=STAGES),
@@ -205,14 +196,10 @@ def fold_chunk(
         plgpu.Barrier(num_arrivals=WARPGROUPS),
     )
     operands = [query, key, value, *carry, *visit_operands(blocks, query_tokens, key_tokens)]
-    run = plgpu.kernel(
+    run = build(
         kernel,
-        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry),
-        scratch_types=scratch,
-        grid=(shape.heads, shape.query_length // FORWARD_BLOCK_Q, shape.batch),
-        grid_names=("heads", "tile", "batch"),
-        num_threads=WARPGROUPS + 1,
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry),
+        scratch,
+        {"heads": shape.heads, "tile": shape.query_length // FORWARD_BLOCK_Q, "batch": shape.batch},
     )
     return ChunkStats(*compat.call_without_varying(run, *operands))
