@@ -89,7 +89,7 @@ def ring_attention(
       sinks: (N,) logits of one extra key per head with value 0; differentiable.
       axis_name: mesh axis, or tuple of axes, that the ring runs over; () for attention over the local arrays alone.
       mesh, spec: for global arrays: the mesh and the PartitionSpec of BTNH, for example P("data", "seq", "tensor", None); its T
-        entry is the ring. With Explicit axis types both are read off the arrays.
+        entry is the ring. With Explicit axis types both are read off the arrays. On TPUs take `make_ring_mesh`'s device order.
       layout: order in which tokens are STORED along T and S: "contiguous", "zigzag" or "striped" (`to_layout`). Per-token
         arguments follow the stored order. The causal work is balanced over devices in the last two.
       schedule: "ring"; "bidirectional", which sends the halves of each chunk opposite ways, and equals "ring" where a window
