@@ -12,7 +12,23 @@ from hypothesis import strategies as st
 
 from jax_ring_attention.grid import factorings, has_cycle, place_axes, ring_order, spanning_sides
 
-SHAPES = [(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 3), (3, 5), (5, 3), (8, 8), (16, 16), (1, 7, 1), (2, 2, 2), (3, 3, 3), (3, 4, 5)]
+SHAPES = [
+    (1,),
+    (2,),
+    (3,),
+    (5,),
+    (2, 2),
+    (2, 3),
+    (3, 3),
+    (3, 5),
+    (5, 3),
+    (8, 8),
+    (16, 16),
+    (1, 7, 1),
+    (2, 2, 2),
+    (3, 3, 3),
+    (3, 4, 5),
+]
 
 
 def links(points: np.ndarray, axis: int, sides, wraps=None) -> np.ndarray:
@@ -115,7 +131,7 @@ def test_the_boxes_of_a_ring_prefer_cycles_without_wraparound_then_near_neighbou
     assert place_axes((16, 16), torus, (16, 16), 1)[1] == (4, 4)  # a row would need the link that wraps
     assert place_axes((3, 15), torus, (3, 15), 1)[1] in ((1, 15), (3, 5))  # odd: only wraparound links close it
     # The tensor axis shares no side with the ring if it can, and is then adjacent.
-    points, box = place_axes((4, 4, 2), (False,) * 3, (4, 4, 2), 1)
+    points, _ = place_axes((4, 4, 2), (False,) * 3, (4, 4, 2), 1)
     assert links(points, 1, (4, 4, 2)).max() == links(points, 2, (4, 4, 2)).max() == 1
     # Free links along the last side (cores of a chip) draw the innermost axis.
     points, _ = place_axes((2, 2, 2, 2), (False,) * 4, (2, 4, 2), 1, costs=(1, 1, 1, 0))

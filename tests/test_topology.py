@@ -38,7 +38,9 @@ def tpu_slice(sides, *, kind="TPU v5 lite", cores=1, index=None, first=0, low=(0
 
 def gpus(hosts, each, *, processes_each=1, slices=False) -> list[Device]:
     return [
-        Device(h * each + i, None, 0, h if slices else None, h * processes_each + i * processes_each // each, "gpu", "NVIDIA H100")
+        Device(
+            h * each + i, None, 0, h if slices else None, h * processes_each + i * processes_each // each, "gpu", "NVIDIA H100"
+        )
         for h in range(hosts)
         for i in range(each)
     ]
@@ -72,7 +74,9 @@ def test_every_hop_of_a_ring_over_a_slice_is_one_link(kind, sides, cores):
     assert (hop_links(mesh, "seq") == 1).all()
 
 
-@pytest.mark.parametrize("sizes", [(4, 16, 1), (2, 8, 4), (1, 16, 4), (4, 8, 2), (16, 4, 1), (2, 32, 1), (1, 2, 32), (8, 8, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(4, 16, 1), (2, 8, 4), (1, 16, 4), (4, 8, 2), (16, 4, 1), (2, 32, 1), (1, 2, 32), (8, 8, 1)], ids=str
+)
 def test_rings_beside_data_and_tensor_axes_take_single_links_within_boxes(sizes):
     devices, names = tpu_slice((8, 8)), ("data", "seq", "tensor")
     mesh = make_ring_mesh(sizes, names, ring_axis="seq", devices=devices)
@@ -91,7 +95,9 @@ def test_the_ring_may_be_any_axis():
 
 
 def test_tensor_parallel_devices_are_the_cores_of_a_chip_where_there_are_several():
-    mesh = make_ring_mesh((2, 4, 2), ("data", "seq", "tensor"), ring_axis="seq", devices=tpu_slice((2, 2, 2), kind="TPU7x", cores=2))
+    mesh = make_ring_mesh(
+        (2, 4, 2), ("data", "seq", "tensor"), ring_axis="seq", devices=tpu_slice((2, 2, 2), kind="TPU7x", cores=2)
+    )
     assert all(a.coords == b.coords for a, b in mesh.devices.reshape(-1, 2))
     assert (hop_links(mesh, "seq") == 1).all()
 
