@@ -192,6 +192,11 @@ def test_rings_stay_inside_a_slice_where_the_sizes_allow():
         assert (hop_links(mesh, "seq") == 1).all()
 
 
+def test_an_outermost_ring_leaves_the_crossing_to_an_inner_axis():
+    mesh = make_ring_mesh((8, 4), ("seq", "data"), ring_axis="seq", devices=slices(2))
+    assert (hop_links(mesh, "seq") == 1).all()
+
+
 def test_the_outermost_axis_crosses_slices():
     mesh = make_ring_mesh((2, 2, 4, 2), ("data", "stage", "seq", "tensor"), ring_axis="seq", devices=slices(2))
     index = np.vectorize(lambda device: device.slice_index)(mesh.devices)
