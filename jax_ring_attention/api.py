@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_ring_attention import arguments as args
 from jax_ring_attention import compat
-from jax_ring_attention.chunk import select_kernel, vary_together
+from jax_ring_attention.chunk import select_kernel
 from jax_ring_attention.kernels.contract import Problem
 from jax_ring_attention.layouts import Layout, check_layout, shard_multiple
 from jax_ring_attention.masks import Positions, SegmentIds
@@ -200,7 +200,7 @@ class _Shard:
     def __call__(self, inputs: Inputs, integers: Integers) -> tuple[jax.Array, jax.Array]:
         ring = self.ring(inputs, integers)
         rank = jax.lax.axis_index(self.axes) if self.axes else None  # what a hop brings varies over the ring
-        inputs, integers, _ = vary_together((inputs, integers, rank))
+        inputs, integers, _ = compat.vary_together((inputs, integers, rank))
         return attend(ring, inputs, integers)
 
     def ring(self, inputs: Inputs, integers: Integers) -> Ring:
