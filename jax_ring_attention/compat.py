@@ -31,7 +31,7 @@ def has_hopper_gpu() -> bool:
 
 
 def tpu_chip() -> str | None:
-    """Generation of the TPU that is traced for, as in "v5e": that of the mesh in context, else of the default device, else None."""
+    """Generation of the TPU that is traced for, such as "v5e": of the mesh in context, or of the default device, or None."""
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     if device is None and jax.default_backend() == "tpu":

@@ -6,9 +6,9 @@ Transposed like the forward kernel: with logits S (keys, queries) and cotangents
     d_value (Hv, keys) += d_output P'     d_key (H, keys) += query dS'     d_query (H, queries) += key' dS
 
 Grid: batch row, key/value head, step. Key blocks are outside: d_key and d_value of one block are accumulated in their output
-blocks. Inside are the query blocks of all query heads of the group, so that grouped heads cost no reduction. d_query of all of them
-stays in VMEM from the first step of a head to its last, one copy in and one out; where that does not fit, the caller runs parts of
-the queries one after another, each adding to the d_key and d_value of the one before.
+blocks. Inside are the query blocks of all query heads of the group, so that grouped heads cost no reduction. d_query of all of
+them stays in VMEM from the first step of a head to its last, one copy in and one out; where that does not fit, the caller runs
+parts of the queries one after another, each adding to the d_key and d_value of the one before.
 
 Pipelined like the forward kernel: S and dP of tile i + ahead, the exponents of tile i, the three sums of tile i - lag.
 """
