@@ -108,6 +108,14 @@ def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
         emulator.interpret_pallas_call = checked
 
 
+def tpu_interpret_found_races() -> bool:
+    """Whether the last kernel emulated with `detect_races=True` had one."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator  # private: there is no public reader
+
+    assert emulator.races is not None, "no kernel was emulated with detect_races=True"
+    return bool(emulator.races.races_found)
+
+
 def load_whole(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
     """Load all of a Mosaic GPU reference into registers of `layout`; global memory wants `optimized=False`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu

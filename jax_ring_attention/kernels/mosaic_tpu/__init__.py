@@ -1,8 +1,8 @@
 """`mosaic_tpu`: kernels for TPUs in Pallas; `forward.py` and `backward.py` hold one each.
 
-Tokens run along lanes: query, d_output and output are (B, K, G, head dim, T), value (B, K, Hv, S), only key is (B, K, S, H), where
-G = N / K query heads share a key/value head. sum, max, lse and delta are (B, K, G, 1, T); max and lse are in units of log2 for the
-whole ring. Lengths are padded to whole blocks, head dims to whole sublanes. d_query is (B, K, G * T / block_q, H, block_q), d_key
+Tokens run along lanes: query, d_output and output are (B, K, G, head dim, T), value is (B, K, Hv, S), only key is (B, K, S, H),
+where G = N / K query heads share a key/value head. sum, max, lse and delta are (B, K, G, 1, T); max and lse are in units of log2
+for the whole ring. Lengths are padded to whole blocks, head dims to whole sublanes. d_query is (B, K, G * T / block_q, H, block_q), d_key
 and d_value are (B, K, H or Hv, S); d_query and d_key are without the factor `scale` until they are unpacked.
 
 Pallas is imported only when a kernel is built.

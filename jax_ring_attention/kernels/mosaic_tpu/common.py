@@ -81,6 +81,7 @@ class Tiling(NamedTuple):
 NOTHING, UNMASKED, MASKED, DIAGONAL = range(4)
 
 _KIND_BITS, _INDEX_BITS = 4, 13
+_MOST_DIAGONALS = 4
 LARGEST_COUNT = 2**_INDEX_BITS
 """Blocks of either side that a step can name."""
 
@@ -170,8 +171,10 @@ def pair_kinds(query: Tokens, key: Tokens, shape: Shape, tiling: Tiling) -> jax.
 
 
 def diagonals(tiling: Tiling) -> int:
-    """How many kinds of diagonal pairs there are."""
-    return tiling.block_kv // tiling.block_q if tiling.tile_q == tiling.tile_kv and tiling.block_kv % tiling.block_q == 0 else 0
+    """How many kinds of diagonal pairs there are: each is a copy of the unrolled pair."""
+    square = tiling.tile_q == tiling.tile_kv
+    ratio, rest = divmod(tiling.block_kv, tiling.block_q)
+    return ratio if square and not rest and ratio <= _MOST_DIAGONALS else 0
 
 
 def tiles_of(kind: int, tiling: Tiling) -> list[tuple[int, int, bool]]:
