@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_ring_attention.masks import Tokens
 from jax_ring_attention.schedule import Reach
-from jax_ring_attention.stats import ChunkStats, accumulator_dtype
+from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finalize_chunk_stats
 
 
 class BlockSizes(NamedTuple):
@@ -175,6 +175,11 @@ class Kernel(abc.ABC):
     @abc.abstractmethod
     def fold(self, query: Any, chunk: Any, scope: Scope, carry: Any) -> Any:
         """`merge(carry, statistics of chunk)`; a carry of None has seen no key, and need not be read from memory."""
+
+    def fold_last(self, query: Any, chunk: Any, scope: Scope, carry: Any) -> tuple[jax.Array, jax.Array]:
+        """`fold` of the last chunk, finished: out (B, T, N, Hv) in the problem's dtype, lse (B, T, N) in the accumulator's."""
+        out, lse = finalize_chunk_stats(self.unpack_stats(self.fold(query, chunk, scope, carry)))
+        return out.astype(self.problem.dtype), lse
 
     # Only where `has_grads`.
 

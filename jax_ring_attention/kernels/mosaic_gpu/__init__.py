@@ -156,13 +156,21 @@ class MosaicGpuKernel(Kernel):
 
     # The kernels.
 
-    def fold(self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
-        carry = self.initial_stats(query) if carry is None else carry
+    def _fold(
+        self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None, finish: bool = False
+    ) -> ChunkStats:
         tokens = self._tokens(scope)
         blocks = self._blocks(*tokens, FORWARD_BLOCK_Q, by_query=True)
         from jax_ring_attention.kernels.mosaic_gpu import forward  # see the module docstring
 
-        return forward.fold_chunk(self.shape, query, *chunk, blocks, *tokens, carry)
+        return forward.fold_chunk(self.shape, query, *chunk, blocks, *tokens, carry, finish)
+
+    def fold(self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
+        return self._fold(query, chunk, scope, carry)
+
+    def fold_last(self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None) -> tuple[jax.Array, jax.Array]:
+        out, total, maximum = self.unpack_stats(self._fold(query, chunk, scope, carry, finish=True))
+        return out, jnp.where(total == 0, -jnp.inf, maximum + jnp.log(total))
 
     def fold_grads(
         self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array, d_bias: Any

@@ -9,7 +9,9 @@ Invariants
   warpgroup overwrites a slot only after both have left it; the compute warpgroups arrive once per visited block.
 - The two compute warpgroups take turns on the tensor cores: the `turn` barrier is passed by both, twice a block, so that one
   does its softmax while the other multiplies. Warpgroup 1 starts one turn late and warpgroup 0 ends one turn late.
-- Output, sum and max live in registers from the carry's load to its store, in float32; max in units of log2.
+- Output, sum and max live in registers from the carry's load to its store, in float32; max in units of log2. Without a carry they
+  start as constants. The last chunk's output is divided in registers and leaves by TMA, through the warpgroup's own slot of the
+  queries, which nobody reads any more.
 """
 
 from __future__ import annotations
@@ -53,15 +55,16 @@ def fold_chunk(
     blocks: ActiveBlocks | None,
     query_tokens: Tokens,
     key_tokens: Tokens,
-    carry: ChunkStats,
+    carry: ChunkStats | None,
+    finish: bool,
 ) -> ChunkStats:
-    """`merge(carry, statistics of the chunk)`.
+    """`merge(carry, statistics of the chunk)`; with `finish`, output is divided by sum and in the query's dtype.
 
     Args:
       query: (B, T, N, D); key, value (B, S, K, D), bfloat16 or float16, D 64 or 128.
       blocks: per (batch or 1, query block): key blocks to visit; None visits all, unmasked.
       query_tokens, key_tokens: int32 (B | 1, T), (B | 1, S); both sides have a segment or neither has.
-      carry: output (B, T, N, D), sum and max (B, N, T), float32, max in units of log2.
+      carry: output (B, T, N, D), sum and max (B, N, T), float32, max in units of log2; None has seen no key.
     """
     dtype, dim = shape.dtype, shape.head_dim
     masked = blocks is not None
@@ -69,7 +72,7 @@ def fold_chunk(
     def kernel(*all_refs):
         refs = list(all_refs)
         query_ref, key_ref, value_ref = take(refs, 3)
-        carry_refs = take(refs, 3)
+        carry_refs = take(refs, 0 if carry is None else 3)
         visits = take_visits(refs, blocks, query_tokens, key_tokens)
         out_refs = take(refs, 3)
         query_smem, key_smem, value_smem, query_filled, key_filled, value_filled, key_free, value_free, turn = refs
@@ -95,9 +98,14 @@ def fold_chunk(
             rows = pl.ds(start, ROWS)
             query_here = query_smem.at[warpgroup]
             plgpu.copy_gmem_to_smem(query_ref.at[batch, rows, head], query_here, query_filled.at[warpgroup])
-            output = compat.load_whole(carry_refs[0].at[batch, rows, head], plgpu.Layout.WGMMA, optimized=False)
-            total = compat.load_whole(carry_refs[1].at[batch, head, rows], ROW, optimized=False)
-            maximum = compat.load_whole(carry_refs[2].at[batch, head, rows], ROW, optimized=False)
+            if carry is None:
+                output = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
+                total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
+                maximum = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
+            else:
+                output = compat.load_whole(carry_refs[0].at[batch, rows, head], plgpu.Layout.WGMMA, optimized=False)
+                total = compat.load_whole(carry_refs[1].at[batch, head, rows], ROW, optimized=False)
+                maximum = compat.load_whole(carry_refs[2].at[batch, head, rows], ROW, optimized=False)
             query_ints = Tokens()
             if masked:
                 query_ints = load_tokens(visits.query_tokens, batch, rows, ROW)
@@ -159,9 +167,16 @@ def fold_chunk(
                 state = lax.fori_loop(full, active, functools.partial(step, partial=True), state)
             pl.when(warpgroup == 0)(take_turns)
             output, total, maximum = state
-            out_refs[0][batch, rows, head] = output
             out_refs[1][batch, head, rows] = total
             out_refs[2][batch, head, rows] = maximum
+            if finish:
+                inverse = jnp.where(total == 0, 0.0, 1 / total)
+                query_here[...] = (output * lax.broadcast_in_dim(inverse, output.shape, [0])).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(query_here, out_refs[0].at[batch, rows, head])
+                plgpu.wait_smem_to_gmem(0)
+            else:
+                out_refs[0][batch, rows, head] = output
 
         @pl.when(warpgroup == WARPGROUPS)
         def _memory():
@@ -195,10 +210,11 @@ def fold_chunk(
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
     )
-    operands = [query, key, value, *carry, *visit_operands(blocks, query_tokens, key_tokens)]
+    operands = [query, key, value, *(carry or ()), *visit_operands(blocks, query_tokens, key_tokens)]
+    rows = jax.ShapeDtypeStruct((shape.batch, shape.heads, shape.query_length), jnp.float32)
     run = build(
         kernel,
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry),
+        (jax.ShapeDtypeStruct(query.shape, dtype if finish else jnp.float32), rows, rows),
         scratch,
         {"heads": shape.heads, "tile": shape.query_length // FORWARD_BLOCK_Q, "batch": shape.batch},
     )
