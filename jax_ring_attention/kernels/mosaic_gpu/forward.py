@@ -3,6 +3,9 @@
 One CTA holds 128 queries of one head: two compute warpgroups of 64 rows each and one memory warpgroup that feeds them key and
 value blocks by TMA. The key blocks to visit are listed (`masks.ActiveBlocks`): full ones first, then partial ones.
 
+Order of CTAs: tiles of queries one after another, each for as many heads as have keys that stay in the cache. Under a mask the
+last tile goes first: under a causal one it is the longest, and long tiles at the end would leave multiprocessors idle.
+
 Invariants
 - Shared memory: queries (2, 64, D) written once; keys and values in rings of STAGES slots. Block n of the list is in slot
   n % STAGES. `filled` barriers count one arrival, the TMA's; `free` barriers count both compute warpgroups. The memory
@@ -43,8 +46,18 @@ from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, bu
 from jax_ring_attention.masks import ActiveBlocks, Tokens
 from jax_ring_attention.stats import ChunkStats
 
+#: Keys and values of the heads that run at the same time should stay in the L2 cache (50 MB), beside what else passes through it.
+_CACHED_BYTES = 2**25
+
 #: The maximum is floored here inside exponents, so that a row without keys gives exp2(-inf) = 0.
 _FLOOR = -1e29
+
+
+def heads_together(shape: Shape) -> int:
+    """How many query heads run side by side: as many as divide them and have keys and values that fit in the L2 cache."""
+    group = shape.heads // shape.kv_heads
+    bytes_per_head = 2 * shape.key_length * shape.head_dim * jnp.dtype(shape.dtype).itemsize / group
+    return max(n for n in range(1, shape.heads + 1) if shape.heads % n == 0 and (n == 1 or n * bytes_per_head <= _CACHED_BYTES))
 
 
 def fold_chunk(
@@ -68,6 +81,7 @@ def fold_chunk(
     """
     dtype, dim = shape.dtype, shape.head_dim
     masked = blocks is not None
+    tiles, together = shape.query_length // FORWARD_BLOCK_Q, heads_together(shape)
 
     def kernel(*all_refs):
         refs = list(all_refs)
@@ -76,7 +90,10 @@ def fold_chunk(
         visits = take_visits(refs, blocks, query_tokens, key_tokens)
         out_refs = take(refs, 3)
         query_smem, key_smem, value_smem, query_filled, key_filled, value_filled, key_free, value_free, turn = refs
-        batch, head, tile = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("tile")
+        batch, head = lax.axis_index("batch"), lax.axis_index("group") * together + lax.axis_index("head")
+        tile = lax.axis_index("tile")
+        if masked:
+            tile = tiles - 1 - tile
         warpgroup = lax.axis_index("warpgroup")
         if masked:
             row = (0 if visits.order.shape[0] == 1 else batch, tile)
@@ -216,6 +233,6 @@ def fold_chunk(
         kernel,
         (jax.ShapeDtypeStruct(query.shape, dtype if finish else jnp.float32), rows, rows),
         scratch,
-        {"heads": shape.heads, "tile": shape.query_length // FORWARD_BLOCK_Q, "batch": shape.batch},
+        {"batch": shape.batch, "group": shape.heads // together, "tile": tiles, "head": together},
     )
     return ChunkStats(*compat.call_without_varying(run, *operands))
