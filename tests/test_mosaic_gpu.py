@@ -121,6 +121,18 @@ def test_every_start_and_end_of_a_fold_lowers_for_cuda(is_causal, first, last):
     assert ("1x256x2x64xf32" in text) == (first is not None or sinks is not None)
 
 
+@pytest.mark.fast
+@pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_gradient_lowers_for_cuda_under_x64(is_causal):
+    def loss(q, k):
+        return hopper(q, k, k, is_causal=is_causal).astype(jnp.float32).sum()
+
+    with jax.enable_x64(True):
+        arrays = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+        jax.jit(jax.grad(loss)).trace(arrays, arrays).lower(lowering_platforms=("cuda",))
+
+
 # On the GPU.
 
 CASES = {

@@ -181,7 +181,7 @@ def grads_chunk(
                 return d_key, d_value
 
             zero = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
-            state = lax.fori_loop(0, full_steps, functools.partial(step, partial=False), (zero, zero))
+            state = lax.fori_loop(jnp.int32(0), jnp.int32(full_steps), functools.partial(step, partial=False), (zero, zero))
             if masked:
                 state = lax.fori_loop(full_steps, steps, functools.partial(step, partial=True), state)
             d_key_ref[batch, keys, kv_head], d_value_ref[batch, keys, kv_head] = state
@@ -211,7 +211,7 @@ def grads_chunk(
             for n in range(STAGES):
                 pl.when(n < steps)(functools.partial(fetch, jnp.int32(n), n, False))
 
-            @pl.loop(0, steps)
+            @pl.loop(jnp.int32(0), jnp.int32(steps))
             def _(n):
                 head, start = place(n)
                 plgpu.barrier_wait(d_query_full)
