@@ -80,7 +80,7 @@ def ring_backward(
     parts: dict[int, tuple[jax.Array, jax.Array]] = {}
     if ring.legs is None:
         chunk, scope = shard.gathered_chunk()
-        d_query, d_bias, d_chunk = shard.kernel.fold_grads(rows, chunk.packed, scope, *sums)
+        d_query, d_bias, d_chunk = shard.kernel.fold_grads(rows, chunk.packed, scope, sums[0], sums[1], ring.size == 1)
         d_key, d_value = shard.kernel.unpack_d_chunk(d_chunk)
         sums, parts[0] = (d_query, d_bias), (ring.scatter(d_key), ring.scatter(d_value))
     for leg in ring.legs or ():
@@ -110,7 +110,8 @@ def _grads_leg(shard: Shard, leg: Leg, rows: Any, sums: tuple[Any, ...]) -> tupl
         d_chunks = []
         for stream, chunk in zip(leg.streams, chunks, strict=True):
             scope = shard.scope(stream, hop, chunk)
-            *sums_now, d_chunk = shard.kernels[stream.size].fold_grads(rows, chunk.packed, scope, *sums)
+            kernel, rounded = shard.kernels[stream.size], shard.ring.size == 1
+            *sums_now, d_chunk = kernel.fold_grads(rows, chunk.packed, scope, sums[0], sums[1], rounded)
             sums = tuple(sums_now)
             d_chunks.append(d_chunk)
         return sums, tuple(d_chunks)

@@ -196,9 +196,12 @@ class Kernel(abc.ABC):
         return None if dense.bias is None else jnp.zeros_like(dense.bias, dtype=accumulator_dtype(self.problem.dtype))
 
     def fold_grads(
-        self, rows: Any, chunk: Any, scope: Scope, d_query: Any, d_bias: jax.Array | None
+        self, rows: Any, chunk: Any, scope: Scope, d_query: Any, d_bias: jax.Array | None, rounded: bool
     ) -> tuple[Any, jax.Array | None, Any]:
-        """`(d_query + this chunk's, d_bias + this chunk's, d_chunk)` in accumulator dtype; d_chunk is arranged like the chunk."""
+        """`(d_query + this chunk's, d_bias + this chunk's, d_chunk)` in accumulator dtype; d_chunk is arranged like the chunk.
+
+        With `rounded`, d_chunk is finished, nobody adds to it, and it has the chunk's dtype.
+        """
         raise NotImplementedError(f"kernel {self.name!r} has no backward pass of its own")
 
     def unpack_d_query(self, d_query: Any) -> jax.Array:
