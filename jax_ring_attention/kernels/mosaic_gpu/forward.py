@@ -217,7 +217,7 @@ def fold_chunk(
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
-            plgpu.set_max_registers(232 if masked else 240, action="increase")
+            plgpu.set_max_registers(232, action="increase")
 
             @pl.when(steps > 0)
             def _():
@@ -234,7 +234,7 @@ def fold_chunk(
 
         @pl.when(warpgroup == WARPGROUPS)
         def _memory():
-            plgpu.set_max_registers(40 if masked else 24, action="decrease")
+            plgpu.set_max_registers(40, action="decrease")
 
             def fetch_query(item, wait):
                 batch, head, tile = place(item)
