@@ -321,7 +321,7 @@ def _chunk_grads(task, query, key, value, d_output, lse, delta, dense, tokens):
     chunk = kernel.pack_chunk(*zero_padding(tokens[1], key, value))
     d_bias = kernel.initial_d_bias(packed_dense)
     scope = Scope(tokens[0], tokens[1], packed_dense, 0)
-    d_query, d_bias, d_chunk = kernel.fold_grads(rows, chunk, scope, kernel.initial_d_query(rows), d_bias)
+    d_query, d_bias, d_chunk = kernel.fold_grads(rows, chunk, scope, kernel.initial_d_query(rows), d_bias, rounded=False)
     if d_bias is not None:
         d_bias = jax.lax.slice(d_bias, (0,) * 4, dense.bias.shape)
     return kernel.unpack_d_query(d_query), *kernel.unpack_d_chunk(d_chunk), d_bias

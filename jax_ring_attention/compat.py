@@ -41,6 +41,11 @@ def tpu_chip() -> str | None:
     return next((name for part, name in names.items() if "tpu" in kind and part in kind), None)
 
 
+def multiprocessors() -> int:
+    """Of the default GPU; 132, an H100's and H200's, where a kernel is lowered without one."""
+    return getattr(jax.devices()[0], "core_count", 132)
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """Manual mesh axes over which `x` varies: empty outside `shard_map` and under `check_vma=False`."""
     # 0.9 and before spelled it `aval.vma`; 0.10 and newer have `aval.manual_axis_type.varying`.

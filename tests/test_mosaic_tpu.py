@@ -281,9 +281,7 @@ def test_packed_rows_with_nan_in_the_padding():
     seen = visible_pairs(300, 300, batch=2, segment_ids=(segments, segments), is_causal=True)[:, None]
     expected = dense_expected(clean, seen)
     with emulated():
-        out, grads = value_and_grads(
-            functools.partial(compare_segments, is_causal=True, segment_ids=ids), clean[:3], clean.d_out
-        )
+        out, grads = value_and_grads(functools.partial(compare_segments, is_causal=True, segment_ids=ids), clean[:3], clean.d_out)
     assert_close((out, *grads), (expected.out, *expected[2:5]), FLOAT32_TOLERANCE)
 
 
