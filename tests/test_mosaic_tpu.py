@@ -61,7 +61,7 @@ def test_refusals_give_the_reason_and_a_way_out(options, reason):
 
 @pytest.mark.fast
 def test_float64_is_refused():
-    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float32, not float64.*xla"):
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match=r"float32, not float64.*xla"):
         tpu(*(jnp.asarray(x, jnp.float64) for x in small()[:3]))
 
 
@@ -69,7 +69,7 @@ def test_float64_is_refused():
 def test_a_list_of_pairs_beyond_scalar_memory_is_refused():
     shape = jax.ShapeDtypeStruct((1, 2**16, 1, 64), jnp.bfloat16)
     call = functools.partial(attention_chunk_stats, implementation="mosaic_tpu", block_sizes=128)
-    with pytest.raises(NotImplementedError, match="262144 entries .*larger block_sizes"):
+    with pytest.raises(NotImplementedError, match=r"262144 entries .*larger block_sizes"):
         jax.eval_shape(call, shape, shape, shape)
 
 
