@@ -119,7 +119,7 @@ def _merge_batch(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
 def _merge_dense(x: jax.Array | None, batch: tuple[int, ...]) -> jax.Array | None:
     """A mask or bias that broadcasts to [batch..., heads, T, S], to rank 4 at most."""
-    if x is None or x.ndim <= 4 and (x.ndim < 4 or x.shape[0] == 1):
+    if x is None or (x.ndim <= 4 and (x.ndim < 4 or x.shape[0] == 1)):
         return x
     lead = (1,) * (len(batch) + 3 - x.ndim) + x.shape[:-3]
     if all(n == 1 for n in lead):

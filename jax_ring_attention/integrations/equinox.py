@@ -121,17 +121,15 @@ class RingMultiheadAttention(eqx.nn.MultiheadAttention):
                 f"query, key and value have shapes {shapes[0]}, {shapes[1]}, {shapes[2]}: they must be (T, D), (S, D), (S, D) or "
                 "all have a batch axis in front; further batch axes need jax.vmap."
             )
-        heads = tuple(
-            self._heads(projection, x)
-            for projection, x in ((self.query_proj, query), (self.key_proj, key_), (self.value_proj, value))
-        )
+        heads = (self._heads(self.query_proj, query), self._heads(self.key_proj, key_), self._heads(self.value_proj, value))
         if process_heads is not None:
             process = process_heads if query.ndim == 2 else jax.vmap(process_heads)
             before = [x.shape for x in heads]
             heads = process(*heads)
             if [x.shape for x in heads] != before:
                 raise ValueError(f"process_heads must keep shapes; it made {[x.shape for x in heads]} of {before}.")
-        out = attend(*heads, None, mask, dict(self.ring_options))
+        query, key_, value = heads
+        out = attend(query, key_, value, None, mask, dict(self.ring_options))
         return _over_tokens(self.output_proj)(out.reshape(*out.shape[:-2], -1))
 
     def _refuse_dropout(self, inference: bool | None) -> None:
