@@ -43,6 +43,14 @@ class TokenMask(NamedTuple):
     key_value_seq_lengths: jax.Array | None = None
     mask: jax.Array | None = None
 
+    @property
+    def ndim(self) -> int:
+        """What flax asks of a mask before it combines it with another: there is no answer, and this says what to do."""
+        raise AttributeError(
+            "a TokenMask does not combine with dense masks, nor with the cache's mask under decode=True: put the dense mask into "
+            "TokenMask(mask=...), and pass a dense mask to a layer that decodes."
+        )
+
 
 def check_ring_options(function: str, options: dict[str, Any]) -> dict[str, Any]:
     """`options` if they are keywords of `ring_attention` that a layer can fix beforehand; else an error with the remedy."""
@@ -102,8 +110,8 @@ def _check_lengths(length: int, key_length: int, mask: Any, options: dict[str, A
     placed = options.get("positions") is not None or (isinstance(mask, TokenMask) and mask.positions is not None)
     if length == key_length or placed:
         return
-    for name in ("is_causal", "local_window_size"):
-        if options.get(name):
+    for name, unlimited in (("is_causal", False), ("local_window_size", None)):
+        if options.get(name, unlimited) is not unlimited:
             raise ValueError(
                 f"the layer was built with {name}={options[name]!r}, which counts positions of queries and keys from 0, but has "
                 f"{length} queries and {key_length} keys here, as with decode=True: pass TokenMask(positions=Positions(query, "
@@ -119,7 +127,7 @@ def _merge_batch(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
 
 def _merge_dense(x: jax.Array | None, batch: tuple[int, ...]) -> jax.Array | None:
     """A mask or bias that broadcasts to [batch..., heads, T, S], to rank 4 at most."""
-    if x is None or (x.ndim <= 4 and (x.ndim < 4 or x.shape[0] == 1)):
+    if x is None or x.ndim < 4:
         return x
     lead = (1,) * (len(batch) + 3 - x.ndim) + x.shape[:-3]
     if all(n == 1 for n in lead):
