@@ -47,7 +47,8 @@ def in_float64(function, *arrays):
             x = np.asarray(x)
             return x.astype(np.float64) if np.issubdtype(x.dtype, np.floating) else x
 
-        return jax.tree.map(np.asarray, jax.jit(function)(*jax.tree.map(widen, arrays)))
+        quick = jax.jit(function, compiler_options={"xla_backend_optimization_level": 0})  # compiling is most of the cost
+        return jax.tree.map(np.asarray, quick(*jax.tree.map(widen, arrays)))
 
 
 def check_error(have, plain, want, factor: int) -> None:
