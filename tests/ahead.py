@@ -39,13 +39,13 @@ def ring_mesh(topology: str, data: int = 1, tensor: int = 1, **options) -> Mesh:
     return make_ring_mesh((data, len(devices) // data // tensor, tensor), NAMES, ring_axis="seq", devices=devices)
 
 
-def compile_for(mesh: Mesh, name: str, implementation: str = "xla", tokens: int = TOKENS) -> Compiled:
+def compile_for(mesh: Mesh, name: str, implementation: str = "xla", tokens: int = TOKENS, **options) -> Compiled:
     """Causal zigzag attention with grouped queries in bfloat16, as much per device on any mesh: "forward", or "grad" for both."""
     data, ring_size, tensor = mesh.devices.shape
 
     def forward(query, key, value):
         return ring_attention(
-            query, key, value, is_causal=True, layout="zigzag", mesh=mesh, spec=SPEC, implementation=implementation
+            query, key, value, is_causal=True, layout="zigzag", mesh=mesh, spec=SPEC, implementation=implementation, **options
         )
 
     def grad(query, key, value, d_out):
