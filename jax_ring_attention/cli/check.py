@@ -158,10 +158,15 @@ def _devices(options: argparse.Namespace) -> list[jax.Device]:
         _emulate(options.cpu_devices)
     if options.distributed:
         details = {"num_processes": options.num_processes, "process_id": options.process_id}
-        jax.distributed.initialize(options.coordinator, **details)
+        try:
+            jax.distributed.initialize(options.coordinator, **details)
+        except (ValueError, RuntimeError) as error:
+            raise UsageError(f"--distributed: {error} (--coordinator, --num-processes and --process-id say it all.)") from error
     elif (options.coordinator, options.num_processes, options.process_id) != (None, None, None):
         raise UsageError("--coordinator, --num-processes and --process-id go with --distributed; add it, or leave them out.")
     found = jax.devices()
+    if options.cpu_devices is not None and found[0].platform != "cpu":
+        raise UsageError(f"--cpu-devices {options.cpu_devices} comes too late, JAX has started on {found[0].platform} already.")
     if options.devices is None:
         return found
     if options.devices > len(found):
@@ -179,8 +184,6 @@ def _emulate(count: int) -> None:
             jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError as error:
         raise UsageError(f"--cpu-devices {count} comes too late, JAX has started its devices already: {error}") from error
-    if (platform := jax.default_backend()) != "cpu":
-        raise UsageError(f"--cpu-devices {count} comes too late, JAX has started on {platform} already.")
 
 
 def _sizes(options: argparse.Namespace, ring_size: int) -> dict[str, int]:
