@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", type=positive_int, default=4, help="query heads (default 4)")
     add("--kv-heads", type=positive_int, default=2, help="key/value heads (default 2)")
     add("--head-dim", type=positive_int, default=64, help="of query, key and value (default 64)")
-    add("--batch", type=positive_int, default=1, help="(default 1)")
+    add("--batch", type=positive_int, default=1, help="sequences (default 1)")
     add("--distributed", action="store_true", help="jax.distributed.initialize() first: one ring over all hosts")
     add("--coordinator", metavar="HOST:PORT", help="with --distributed, where JAX cannot find it out: the first process")
     add("--num-processes", type=positive_int, help="with --coordinator: how many processes there are")

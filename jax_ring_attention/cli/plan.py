@@ -123,6 +123,7 @@ def make_plan(work: cost.Workload, rates: cost.Rates, hardware: Hardware, option
         "forward": cost.forward_buffers(work, best.schedule, best.layout),
         "backward": cost.backward_buffers(work, best.schedule, best.layout),
     }
+    buffers["backward"]["d_out, d_query, d_key, d_value"] = sum(activations.values()) - activations["lse"]
     kept = {"query, key and value": activations["query"] + activations["key and value"], "out and lse": sum(residuals.values())}
     if options.hidden is not None:
         kept["layer input"] = work.batch * work.tokens(best.layout) * options.hidden * work.itemsize
