@@ -6,6 +6,7 @@ from jax_ring_attention.kernels.contract import BlockSizes
 from jax_ring_attention.layouts import from_layout, to_layout
 from jax_ring_attention.masks import Positions, SegmentIds
 from jax_ring_attention.stats import ChunkStats, finalize_chunk_stats, identity_chunk_stats, merge_chunk_stats
+from jax_ring_attention.topology import make_ring_mesh
 from jax_ring_attention.vjp import RESIDUAL_NAMES
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "finalize_chunk_stats",
     "from_layout",
     "identity_chunk_stats",
+    "make_ring_mesh",
     "merge_chunk_stats",
     "ring_attention",
     "to_layout",

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_ring_attention import arguments as args
 from jax_ring_attention import compat
-from jax_ring_attention.chunk import select_kernel, vary_together
+from jax_ring_attention.chunk import select_kernel
 from jax_ring_attention.kernels.contract import Problem
 from jax_ring_attention.layouts import Layout, check_layout, shard_multiple
 from jax_ring_attention.masks import Positions, SegmentIds
@@ -89,7 +89,7 @@ def ring_attention(
       sinks: (N,) logits of one extra key per head with value 0; differentiable.
       axis_name: mesh axis, or tuple of axes, that the ring runs over; () for attention over the local arrays alone.
       mesh, spec: for global arrays: the mesh and the PartitionSpec of BTNH, for example P("data", "seq", "tensor", None); its T
-        entry is the ring. With Explicit axis types both are read off the arrays.
+        entry is the ring. With Explicit axis types both are read off the arrays. On TPUs take `make_ring_mesh`'s device order.
       layout: order in which tokens are STORED along T and S: "contiguous", "zigzag" or "striped" (`to_layout`). Per-token
         arguments follow the stored order. The causal work is balanced over devices in the last two.
       schedule: "ring"; "bidirectional", which sends the halves of each chunk opposite ways, and equals "ring" where a window
@@ -200,7 +200,7 @@ class _Shard:
     def __call__(self, inputs: Inputs, integers: Integers) -> tuple[jax.Array, jax.Array]:
         ring = self.ring(inputs, integers)
         rank = jax.lax.axis_index(self.axes) if self.axes else None  # what a hop brings varies over the ring
-        inputs, integers, _ = vary_together((inputs, integers, rank))
+        inputs, integers, _ = compat.vary_together((inputs, integers, rank))
         return attend(ring, inputs, integers)
 
     def ring(self, inputs: Inputs, integers: Integers) -> Ring:

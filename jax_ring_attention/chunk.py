@@ -17,14 +17,20 @@ from jax_ring_attention import compat
 from jax_ring_attention.kernels.autodiff import AutodiffKernel
 from jax_ring_attention.kernels.contract import Dense, Kernel, Problem, Scope
 from jax_ring_attention.kernels.mosaic_gpu import MosaicGpuKernel
+from jax_ring_attention.kernels.mosaic_tpu import MosaicTpuKernel
 from jax_ring_attention.kernels.xla import XlaKernel
 from jax_ring_attention.masks import token_integers, zero_padding
 from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finite_or_zero
 
-KERNELS: dict[str, type[Kernel]] = {"mosaic_gpu": MosaicGpuKernel, "xla": XlaKernel, "autodiff": AutodiffKernel}
+KERNELS: dict[str, type[Kernel]] = {
+    "mosaic_gpu": MosaicGpuKernel,
+    "mosaic_tpu": MosaicTpuKernel,
+    "xla": XlaKernel,
+    "autodiff": AutodiffKernel,
+}
 
 #: What `implementation=None` may take, first choice first. `autodiff` trades memory for derivatives and is taken only by name.
-AUTOMATIC = ("mosaic_gpu", "xla")
+AUTOMATIC = ("mosaic_gpu", "mosaic_tpu", "xla")
 
 
 def select_kernel(problems: tuple[Problem, ...], implementation: str | None) -> type[Kernel]:
@@ -123,7 +129,7 @@ def attention_chunk_stats(
     shape, accumulator = query.shape[:-1], accumulator_dtype(query.dtype)
     start = None if carry is None else _checked_carry(ChunkStats(*carry), shape, value.shape[-1], accumulator, rank)
     arrays = (query, key, value, dense.bias, start, tokens, dense.mask)
-    query, key, value, dense_bias, start, tokens, dense_mask = vary_together(arrays)
+    query, key, value, dense_bias, start, tokens, dense_mask = compat.vary_together(arrays)
     function = _chunk_stats if kernel.has_grads else _chunk_stats_plain
     stats = function((kernel, problem), query, key, value, dense_bias, start, tokens, dense_mask)
     return ChunkStats(*(args.drop_leading(x, rank) for x in stats))
@@ -203,7 +209,7 @@ def attention_chunk_grads(
             "implementation='xla' here."
         )
     arrays = (query, key, value, d_output.astype(query.dtype), lse, delta, dense, tokens)
-    query, key, value, d_output, lse, delta, dense, tokens = vary_together(arrays)
+    query, key, value, d_output, lse, delta, dense, tokens = compat.vary_together(arrays)
     grads = _chunk_grads((kernel, problem), query, key, value, d_output, lse, delta, dense, tokens)
     shaped = [args.drop_leading(x, rank) for x in grads[:3]]
     if bias is not None:
@@ -215,12 +221,6 @@ def attention_chunk_grads(
             _check_shape(f"carry {name}", have, new.shape)
         shaped = [have + new for have, new in zip(carry, shaped, strict=True)]
     return tuple(shaped)
-
-
-def vary_together(tree: Any) -> Any:
-    """Inside `shard_map`, every array of `tree` marked as varying wherever any of them does."""
-    axes = frozenset().union(*(compat.varying_axes(x) for x in jax.tree.leaves(tree)))
-    return compat.vary_over(tree, axes) if axes else tree
 
 
 def _chunk_problem(query, key, value, bias, mask, *, positions, segment_ids, **options):
@@ -321,7 +321,7 @@ def _chunk_grads(task, query, key, value, d_output, lse, delta, dense, tokens):
     chunk = kernel.pack_chunk(*zero_padding(tokens[1], key, value))
     d_bias = kernel.initial_d_bias(packed_dense)
     scope = Scope(tokens[0], tokens[1], packed_dense, 0)
-    d_query, d_bias, d_chunk = kernel.fold_grads(rows, chunk, scope, kernel.initial_d_query(rows), d_bias)
+    d_query, d_bias, d_chunk = kernel.fold_grads(rows, chunk, scope, kernel.initial_d_query(rows), d_bias, rounded=False)
     if d_bias is not None:
         d_bias = jax.lax.slice(d_bias, (0,) * 4, dense.bias.shape)
     return kernel.unpack_d_query(d_query), *kernel.unpack_d_chunk(d_chunk), d_bias

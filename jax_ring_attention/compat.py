@@ -5,8 +5,9 @@ Every function says which versions need it. Supported: 0.10.2 (the last for Pyth
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -29,6 +30,22 @@ def has_hopper_gpu() -> bool:
     return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
 
 
+def tpu_chip() -> str | None:
+    """Generation of the TPU that is traced for, such as "v5e": of the mesh in context, or of the default device, or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    if device is None and jax.default_backend() == "tpu":
+        device = jax.devices()[0]
+    kind = "" if device is None else str(device.device_kind).lower()
+    names = {"v6": "v6e", "7x": "tpu7x", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4"}
+    return next((name for part, name in names.items() if "tpu" in kind and part in kind), None)
+
+
+def multiprocessors() -> int:
+    """Of the default GPU; 132, an H100's and H200's, where a kernel is lowered without one."""
+    return getattr(jax.devices()[0], "core_count", 132)
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """Manual mesh axes over which `x` varies: empty outside `shard_map` and under `check_vma=False`."""
     # 0.9 and before spelled it `aval.vma`; 0.10 and newer have `aval.manual_axis_type.varying`.
@@ -49,6 +66,12 @@ def vary_over(tree: Any, axes: Iterable[str]) -> Any:
     return jax.tree.map(mark, tree)
 
 
+def vary_together(tree: Any) -> Any:
+    """Inside `shard_map`, every array of `tree` marked as varying wherever any of them does."""
+    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(tree)))
+    return vary_over(tree, axes) if axes else tree
+
+
 def manual_axes() -> tuple[str, ...]:
     """Names of the mesh axes that are manual here, that is, inside which `shard_map` bodies we are."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
@@ -63,6 +86,39 @@ def mesh_in_context() -> jax.sharding.AbstractMesh | None:
 def default_matmul_precision() -> str | None:
     """What `jax.default_matmul_precision` is set to here."""
     return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
+    """Inside, Pallas TPU kernels are emulated on the CPU; `parameters` are those of `pltpu.InterpretParams`.
+
+    The emulator of 0.10 to 0.12 evaluates index maps and kernel bodies op by op, and under `check_vma=True` refuses to mix grid
+    indices with varying numbers, so it runs unchecked here. What it returns has the types that the call declared.
+    """
+    from jax._src import config  # private: the public switch is an argument of the caller's own shard_map
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator
+    from jax.experimental.pallas import tpu as pltpu
+
+    checked = emulator.interpret_pallas_call
+
+    def unchecked(*args, **kwargs):
+        with config._check_vma(False):
+            return checked(*args, **kwargs)
+
+    emulator.interpret_pallas_call = unchecked
+    try:
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**parameters)):
+            yield
+    finally:
+        emulator.interpret_pallas_call = checked
+
+
+def tpu_interpret_found_races() -> bool:
+    """Whether the last kernel emulated with `detect_races=True` had one."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator  # private: there is no public reader
+
+    assert emulator.races is not None, "no kernel was emulated with detect_races=True"
+    return bool(emulator.races.races_found)
 
 
 def load_whole(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:

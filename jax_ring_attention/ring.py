@@ -2,7 +2,7 @@
 
     forward     stats = identity
                 for hop in 0 .. P-1:  send the chunk on;  stats = merge(stats, attention statistics of the chunk)
-                out, lse = finalize(stats)
+                out, lse = finalize(stats)      (the last hop's kernel does it: `Kernel.fold_last`)
 
     backward    the same rotation; d_query stays at home, d_key and d_value travel with their chunk, one hop behind it, so that
                 their transfer hides behind the next hop's compute, and come home after the last hop.
@@ -24,13 +24,7 @@ from jax import lax
 from jax_ring_attention.masks import zero_padding
 from jax_ring_attention.schedule import Leg
 from jax_ring_attention.shard import Chunk, Inputs, Integers, Ring, Shard
-from jax_ring_attention.stats import (
-    ChunkStats,
-    accumulator_dtype,
-    finalize_chunk_stats,
-    finite_or_zero,
-    merge_chunk_stats,
-)
+from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finite_or_zero
 
 
 def ring_forward(ring: Ring, inputs: Inputs, integers: Integers) -> tuple[jax.Array, jax.Array]:
@@ -38,25 +32,25 @@ def ring_forward(ring: Ring, inputs: Inputs, integers: Integers) -> tuple[jax.Ar
     shard = Shard(ring, inputs, integers)
     query = shard.kernel.pack_query(inputs.query)
     stats = None  # no key seen
+    if inputs.sinks is not None:
+        stats = shard.kernel.pack_stats(_sink_stats(shard, query, inputs.sinks))
     if ring.legs is None:
         chunk, scope = shard.gathered_chunk()
-        stats = shard.kernel.fold(query, chunk.packed, scope, stats)
-    for leg in ring.legs or ():
+        return shard.kernel.fold_last(query, chunk.packed, scope, stats)
+    for leg in ring.legs[:-1]:
         stats = _fold_leg(shard, leg, query, stats)
-    stats = shard.kernel.unpack_stats(stats)
-    if inputs.sinks is not None:
-        stats = merge_chunk_stats(stats, _sink_stats(stats, inputs.sinks))
-    out, lse = finalize_chunk_stats(stats)
-    return out.astype(inputs.query.dtype), lse
+    return _fold_leg(shard, ring.legs[-1], query, stats, last=True)
 
 
-def _fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any) -> Any:
-    """Statistics of the chunks of one leg, merged into `stats` (None: no key seen yet)."""
+def _fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any, last: bool = False) -> Any:
+    """Statistics of the chunks of one leg, merged into `stats` (None: no key seen yet); the last leg gives `(out, lse)`."""
     move, hops = shard.ring.move, leg.streams[0].hops
 
-    def fold(hop: Any, chunks: tuple[Chunk, ...], stats: Any) -> Any:
+    def fold(hop: Any, chunks: tuple[Chunk, ...], stats: Any, last: bool = False) -> Any:
         for stream, chunk in zip(leg.streams, chunks, strict=True):
-            stats = shard.kernels[stream.size].fold(query, chunk.packed, shard.scope(stream, hop, chunk), stats)
+            kernel, scope = shard.kernels[stream.size], shard.scope(stream, hop, chunk)
+            step = kernel.fold_last if last and stream is leg.streams[-1] else kernel.fold
+            stats = step(query, chunk.packed, scope, stats)
         return stats
 
     def send_and_fold(state, hop):
@@ -69,7 +63,7 @@ def _fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any) -> Any:
         stats = shard.kernel.initial_stats(query) if stats is None else stats
         steps = jnp.arange(first, hops, dtype=jnp.int32)
         (chunks, stats), _ = lax.scan(send_and_fold, (chunks, stats), steps)
-    return fold(hops, chunks, stats)
+    return fold(hops, chunks, stats, last)
 
 
 def ring_backward(
@@ -86,7 +80,7 @@ def ring_backward(
     parts: dict[int, tuple[jax.Array, jax.Array]] = {}
     if ring.legs is None:
         chunk, scope = shard.gathered_chunk()
-        d_query, d_bias, d_chunk = shard.kernel.fold_grads(rows, chunk.packed, scope, *sums)
+        d_query, d_bias, d_chunk = shard.kernel.fold_grads(rows, chunk.packed, scope, sums[0], sums[1], ring.size == 1)
         d_key, d_value = shard.kernel.unpack_d_chunk(d_chunk)
         sums, parts[0] = (d_query, d_bias), (ring.scatter(d_key), ring.scatter(d_value))
     for leg in ring.legs or ():
@@ -116,7 +110,8 @@ def _grads_leg(shard: Shard, leg: Leg, rows: Any, sums: tuple[Any, ...]) -> tupl
         d_chunks = []
         for stream, chunk in zip(leg.streams, chunks, strict=True):
             scope = shard.scope(stream, hop, chunk)
-            *sums_now, d_chunk = shard.kernels[stream.size].fold_grads(rows, chunk.packed, scope, *sums)
+            kernel, rounded = shard.kernels[stream.size], shard.ring.size == 1
+            *sums_now, d_chunk = kernel.fold_grads(rows, chunk.packed, scope, sums[0], sums[1], rounded)
             sums = tuple(sums_now)
             d_chunks.append(d_chunk)
         return sums, tuple(d_chunks)
@@ -150,10 +145,11 @@ def _first_hop(shard: Shard, leg: Leg) -> tuple[int, tuple[Chunk, ...]]:
     return (0, chunks) if leg.home else (1, shard.ring.move(leg, chunks))
 
 
-def _sink_stats(stats: ChunkStats, sinks: jax.Array) -> ChunkStats:
-    """A sink is a key of logit `sinks[head]` and value 0: the chunk (0, 1, sink)."""
-    level = jnp.broadcast_to(sinks.astype(stats.max.dtype), stats.max.shape)
-    return ChunkStats(jnp.zeros_like(stats.output), jnp.ones_like(stats.sum), level)
+def _sink_stats(shard: Shard, query: Any, sinks: jax.Array) -> ChunkStats:
+    """A sink is a key of logit `sinks[head]` and value 0: the chunk (0, 1, sink), folded before all others."""
+    nothing = shard.kernel.unpack_stats(shard.kernel.initial_stats(query))
+    level = jnp.broadcast_to(sinks.astype(nothing.max.dtype), nothing.max.shape)
+    return ChunkStats(nothing.output, jnp.ones_like(nothing.sum), level)
 
 
 def _d_sinks(sinks: jax.Array, lse: jax.Array, delta: jax.Array) -> jax.Array:

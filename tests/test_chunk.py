@@ -22,6 +22,7 @@ from jax_ring_attention import (
     SegmentIds,
     attention_chunk_grads,
     attention_chunk_stats,
+    compat,
     finalize_chunk_stats,
     merge_chunk_stats,
     ring_attention,
@@ -40,6 +41,7 @@ from jax_ring_attention.testing import (
 )
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "autodiff"])
+WITHOUT_DENSE_ARRAYS = pytest.mark.parametrize("implementation", ["xla", "autodiff", "mosaic_tpu"])
 B, T, S, N, K = 2, 9, 11, 4, 2
 
 
@@ -106,7 +108,7 @@ CASES: dict[str, dict] = {
 
 
 @pytest.mark.fast
-@IMPLEMENTATIONS
+@WITHOUT_DENSE_ARRAYS
 @pytest.mark.parametrize("case", CASES)
 def test_a_chunk_equals_dense_attention(case, implementation):
     options = CASES[case]
@@ -198,7 +200,7 @@ def test_every_rank_keeps_its_rank(rank):
 
 
 @pytest.mark.fast
-@IMPLEMENTATIONS
+@WITHOUT_DENSE_ARRAYS
 def test_a_carry_is_merged(implementation):
     inputs = random_inputs(6, B, T, S, N, K)
     want = dense_expected(inputs, visible_pairs(T, S, is_causal=True)[:, None])
@@ -222,7 +224,8 @@ def test_a_carry_is_merged(implementation):
         return part(second, carry=tuple(early)), merge_chunk_stats(early, late), part(first, carry=late)
 
     carried, merged, backwards = both(*inputs[:3])
-    np.testing.assert_array_equal(carried.max, merged.max)
+    if implementation != "mosaic_tpu":  # it holds the carry's maximum in units of log2, which rounds it once more
+        np.testing.assert_array_equal(carried.max, merged.max)
     assert_close(carried, merged, FLOAT32_TOLERANCE)
     for stats in (carried, backwards):
         assert_close(finalize_chunk_stats(stats), (want.out, want.lse), FLOAT32_TOLERANCE)
@@ -237,7 +240,7 @@ def test_any_block_size_gives_the_same(block_sizes):
 
 
 @pytest.mark.fast
-@IMPLEMENTATIONS
+@WITHOUT_DENSE_ARRAYS
 def test_zero_queries_count_and_average_what_they_see(implementation):
     inputs = random_inputs(8, B, T, S, N, K, value_dim=6)
     seen = visible_pairs(T, S, batch=B, local_window_size=(4, 1), segment_ids=tuple(SEGMENTS))
@@ -257,7 +260,7 @@ def test_zero_queries_count_and_average_what_they_see(implementation):
 
 
 @pytest.mark.fast
-@IMPLEMENTATIONS
+@WITHOUT_DENSE_ARRAYS
 def test_one_hot_values_read_out_the_probabilities(implementation):
     inputs = random_inputs(9, 1, T, T, N, K, head_dim=8)
     one_hot = jnp.broadcast_to(jnp.eye(T)[None, :, None], (1, T, K, T))
@@ -367,6 +370,13 @@ def test_nan_and_inf_in_queries_that_see_nobody_reach_nothing(why, implementatio
     check_poisoned(why, implementation, sides=(0,))
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("sides", [(0,), (1, 2)], ids=["queries", "keys and values"])
+def test_nan_and_inf_in_padding_reach_nothing_in_the_emulated_tpu_kernel(sides):
+    with compat.tpu_interpret_mode(uninitialized_memory="nan"):
+        check_poisoned("padding", "mosaic_tpu", sides)
+
+
 def _outputs_and_grads(attention, arguments, cotangents):
     out, pull = jax.vjp(attention, *arguments)
     return out, pull(cotangents)
@@ -375,7 +385,7 @@ def _outputs_and_grads(attention, arguments, cotangents):
 # Narrow dtypes.
 
 
-@IMPLEMENTATIONS
+@WITHOUT_DENSE_ARRAYS
 @pytest.mark.parametrize("spread", [1.0, 5.0])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_dtypes_earn_their_tolerance(dtype, spread, implementation):

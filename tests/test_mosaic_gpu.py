@@ -102,6 +102,37 @@ def test_vmap_of_the_gradient_lowers_for_cuda():
     jax.jit(jax.vmap(jax.grad(loss))).trace(arrays, arrays).lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.fast
+@pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("first", "last"), [(None, None), (128, None), (None, "sinks")], ids=["alone", "chunks", "sinks"])
+def test_every_start_and_end_of_a_fold_lowers_for_cuda(is_causal, first, last):
+    """With and without a carry, finished in the kernel or not."""
+    query = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    sinks = jnp.zeros(2) if last else None
+
+    def attend(q, k):
+        chunks = k if first is None else jnp.split(k, [first], axis=1)
+        return hopper(q, chunks, chunks, is_causal=is_causal, sinks=sinks, return_residual=True)
+
+    text = jax.jit(attend).trace(query, query).lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+    # The output leaves the last kernel in bfloat16: nothing of its shape is float32 unless a carry goes in.
+    assert ("1x256x2x64xf32" in text) == (first is not None or sinks is not None)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_gradient_lowers_for_cuda_under_x64(is_causal):
+    def loss(q, k):
+        return hopper(q, k, k, is_causal=is_causal).astype(jnp.float32).sum()
+
+    with jax.enable_x64(True):
+        arrays = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+        jax.jit(jax.grad(loss)).trace(arrays, arrays).lower(lowering_platforms=("cuda",))
+
+
 # On the GPU.
 
 CASES = {
@@ -208,6 +239,17 @@ def test_lists_of_chunks(splits):
         return hopper(query, jnp.split(key, cuts, axis=1), jnp.split(value, cuts, axis=1), **options)
 
     compare(inputs, {"is_causal": True}, attend)
+
+
+@pytest.mark.gpu
+def test_sinks_without_padding_and_rows_without_keys():
+    inputs = random_inputs(9, 2, 256, heads=2, head_dim=64, dtype=jnp.bfloat16)
+    sinks = jnp.asarray([0.5, 4.0], jnp.float32)
+    segments = np.zeros((2, 256), np.int32)
+    segments[1, :140] = -1
+    attend = functools.partial(hopper, segment_ids=jnp.asarray(segments))
+    compare(inputs, {}, attend, segment_ids=segments, sinks=sinks)
+    compare(inputs, {}, attend, segment_ids=segments)
 
 
 @pytest.mark.gpu

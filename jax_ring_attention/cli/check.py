@@ -28,6 +28,7 @@ from jax_ring_attention.testing import (
     relative_error,
     visible_pairs,
 )
+from jax_ring_attention.topology import make_ring_mesh
 
 DESCRIPTION = """\
 Run every implementation in every layout and schedule, with and without a causal mask, forward and backward, on the devices that
@@ -109,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
     start = time.perf_counter()
     devices = _devices(options)
     sizes = _sizes(options, len(devices))
-    mesh = jax.make_mesh((len(devices),), ("ring",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+    mesh = make_ring_mesh((len(devices),), ("ring",), devices=devices)
     speaks = jax.process_index() == 0
     say = functools.partial(print, flush=True) if speaks else _silent
     say(

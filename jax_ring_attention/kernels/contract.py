@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_ring_attention.masks import Tokens
 from jax_ring_attention.schedule import Reach
-from jax_ring_attention.stats import ChunkStats, accumulator_dtype
+from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finalize_chunk_stats
 
 
 class BlockSizes(NamedTuple):
@@ -176,6 +176,11 @@ class Kernel(abc.ABC):
     def fold(self, query: Any, chunk: Any, scope: Scope, carry: Any) -> Any:
         """`merge(carry, statistics of chunk)`; a carry of None has seen no key, and need not be read from memory."""
 
+    def fold_last(self, query: Any, chunk: Any, scope: Scope, carry: Any) -> tuple[jax.Array, jax.Array]:
+        """`fold` of the last chunk, finished: out (B, T, N, Hv) in the problem's dtype, lse (B, T, N) in the accumulator's."""
+        out, lse = finalize_chunk_stats(self.unpack_stats(self.fold(query, chunk, scope, carry)))
+        return out.astype(self.problem.dtype), lse
+
     # Only where `has_grads`.
 
     def pack_rows(self, query: jax.Array, d_output: jax.Array, lse: jax.Array, delta: jax.Array) -> Any:
@@ -191,9 +196,12 @@ class Kernel(abc.ABC):
         return None if dense.bias is None else jnp.zeros_like(dense.bias, dtype=accumulator_dtype(self.problem.dtype))
 
     def fold_grads(
-        self, rows: Any, chunk: Any, scope: Scope, d_query: Any, d_bias: jax.Array | None
+        self, rows: Any, chunk: Any, scope: Scope, d_query: Any, d_bias: jax.Array | None, rounded: bool
     ) -> tuple[Any, jax.Array | None, Any]:
-        """`(d_query + this chunk's, d_bias + this chunk's, d_chunk)` in accumulator dtype; d_chunk is arranged like the chunk."""
+        """`(d_query + this chunk's, d_bias + this chunk's, d_chunk)` in accumulator dtype; d_chunk is arranged like the chunk.
+
+        With `rounded`, d_chunk is finished, nobody adds to it, and it may have the chunk's dtype.
+        """
         raise NotImplementedError(f"kernel {self.name!r} has no backward pass of its own")
 
     def unpack_d_query(self, d_query: Any) -> jax.Array:

@@ -324,6 +324,7 @@ class XlaKernel(Kernel):
         scope: Scope,
         d_query: jax.Array,
         d_bias: jax.Array | None,
+        rounded: bool,
     ) -> tuple[jax.Array, jax.Array | None, KeyValue]:
         """Key blocks outside with d_key and d_value at hand, the query blocks that see each of them inside."""
         table = self._pairs(scope)
@@ -342,7 +343,7 @@ class XlaKernel(Kernel):
                 return body
 
             *sums, d_chunk = table.visit(blocks, step, (*sums, d_chunk))
-            return tuple(sums), d_chunk
+            return tuple(sums), jax.tree.map(lambda d, x: d.astype(x.dtype), d_chunk, chunk) if rounded else d_chunk
 
         tiles = jnp.arange(chunk.key.shape[0], dtype=jnp.int32)
         (d_query, d_bias), d_chunk = lax.scan(key_block, (d_query, d_bias), (tiles, table.blocks(by_query=False), chunk))

@@ -1,8 +1,8 @@
 """`mosaic_gpu`: kernels for Hopper GPUs (sm_90) in Pallas Mosaic GPU; `forward.py` and `backward.py` hold one each.
 
 Arrays keep BTNH. Lengths are padded to blocks, and the head dims of query, key and value to one D, 64 or 128. sum, max, lse and
-delta are (B, N, T) rows; max and lse are in units of log2 for the whole ring. d_query and d_key are without the factor `scale`
-until they are unpacked.
+delta are (B, N, T) rows; max and lse are in units of log2 for the whole ring. d_query is without the factor `scale` until it is
+unpacked.
 
 Pallas Mosaic GPU is imported only when a kernel is built: it takes time and needs absl-py, which jax does not install.
 """
@@ -127,7 +127,7 @@ class MosaicGpuKernel(Kernel):
         return d_query[:, : self.query_length, :, : self.problem.query_shape[3]] * self.problem.scale
 
     def unpack_d_chunk(self, d_chunk: KeyValue) -> tuple[jax.Array, jax.Array]:
-        d_key = d_chunk.key[:, : self.key_length, :, : self.problem.query_shape[3]] * self.problem.scale
+        d_key = d_chunk.key[:, : self.key_length, :, : self.problem.query_shape[3]]
         return d_key, d_chunk.value[:, : self.key_length, :, : self.problem.value_dim]
 
     # Who sees whom.
@@ -156,20 +156,28 @@ class MosaicGpuKernel(Kernel):
 
     # The kernels.
 
-    def fold(self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
-        carry = self.initial_stats(query) if carry is None else carry
+    def _fold(
+        self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None, finish: bool = False
+    ) -> ChunkStats:
         tokens = self._tokens(scope)
         blocks = self._blocks(*tokens, FORWARD_BLOCK_Q, by_query=True)
         from jax_ring_attention.kernels.mosaic_gpu import forward  # see the module docstring
 
-        return forward.fold_chunk(self.shape, query, *chunk, blocks, *tokens, carry)
+        return forward.fold_chunk(self.shape, query, *chunk, blocks, *tokens, carry, finish)
+
+    def fold(self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
+        return self._fold(query, chunk, scope, carry)
+
+    def fold_last(self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None) -> tuple[jax.Array, jax.Array]:
+        out, total, maximum = self.unpack_stats(self._fold(query, chunk, scope, carry, finish=True))
+        return out, jnp.where(total == 0, -jnp.inf, maximum + jnp.log(total))
 
     def fold_grads(
-        self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array, d_bias: Any
+        self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array, d_bias: Any, rounded: bool
     ) -> tuple[jax.Array, Any, KeyValue]:
         tokens = self._tokens(scope)
         blocks = self._blocks(*tokens, backward_block_q(self.head_dim), by_query=False)
         from jax_ring_attention.kernels.mosaic_gpu import backward  # see the module docstring
 
-        d_query, d_key, d_value = backward.grads_chunk(self.shape, *rows, *chunk, blocks, *tokens, d_query)
+        d_query, d_key, d_value = backward.grads_chunk(self.shape, *rows, *chunk, blocks, *tokens, d_query, rounded)
         return d_query, d_bias, KeyValue(d_key, d_value)

@@ -4,7 +4,7 @@ One CTA holds 128 keys of one key/value head: two compute warpgroups of 64 keys 
 the listed query blocks of all query heads that share the key head, full ones first, so d_key and d_value never leave registers.
 
     S = K Q^T      dP = V dO^T - delta      P = exp2(S - lse)      dS = P * dP
-    dV += P dO     dK += dS Q               dQ += dS^T K           (scale is applied to dQ and dK outside)
+    dV += P dO     dK += dS Q               dQ += dS^T K           (dK is scaled at the end, dQ outside)
 
 Everything is keys x queries, so P and dS feed dV and dK from registers. dQ needs the keys of both warpgroups: dS goes through
 shared memory and each warpgroup computes half of dQ, columns for head dim 128, rows for 64. The memory warpgroup adds dQ to its
@@ -15,6 +15,7 @@ Invariants
   delta). A slot is refilled only after both compute warpgroups arrived at `query_free[slot]` and `d_output_free[slot]`.
 - `d_logits_ready` is passed by both compute warpgroups once a step, after their half of dS is in shared memory. dS has two slots:
   a warpgroup writes slot n % 2 again only after the barrier of step n + 1, which the other passes after it has read step n.
+- A warpgroup alone reads its half of the values; after its last step rounded d_key and d_value leave by TMA through that half.
 - `d_query_full`: both halves of dQ are in shared memory; `d_query_free`: the TMA has read them.
 """
 
@@ -59,8 +60,9 @@ def grads_chunk(
     query_tokens: Tokens,
     key_tokens: Tokens,
     d_query: jax.Array,
+    rounded: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`(d_query + this chunk's, d_key, d_value)`, float32; d_query and d_key still want the factor `scale`.
+    """`(d_query + this chunk's, d_key, d_value)`; d_query still wants the factor `scale`.
 
     Args:
       query, d_output: (B, T, N, D); key, value (B, S, K, D), bfloat16 or float16, D 64 or 128.
@@ -68,7 +70,9 @@ def grads_chunk(
       blocks: per (batch or 1, key block): query blocks to visit; None visits all, unmasked.
       query_tokens, key_tokens: int32 (B | 1, T), (B | 1, S); both sides have a segment or neither has.
       d_query: (B, T, N, D) float32.
+      rounded: whether d_key and d_value have the inputs' dtype, else float32.
     """
+    d_dtype = shape.dtype if rounded else jnp.dtype(jnp.float32)
     dtype, dim = shape.dtype, shape.head_dim
     step_q = backward_block_q(dim)
     masked = blocks is not None
@@ -181,10 +185,18 @@ def grads_chunk(
                 return d_key, d_value
 
             zero = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
-            state = lax.fori_loop(0, full_steps, functools.partial(step, partial=False), (zero, zero))
+            state = lax.fori_loop(jnp.int32(0), jnp.int32(full_steps), functools.partial(step, partial=False), (zero, zero))
             if masked:
                 state = lax.fori_loop(full_steps, steps, functools.partial(step, partial=True), state)
-            d_key_ref[batch, keys, kv_head], d_value_ref[batch, keys, kv_head] = state
+            d_key, d_value = state
+            for d, target in ((d_value, d_value_ref), (d_key * shape.scale, d_key_ref)):
+                if rounded:
+                    value_smem[mine] = d.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(value_smem.at[mine], target.at[batch, keys, kv_head])
+                    plgpu.wait_smem_to_gmem(0)
+                else:
+                    target[batch, keys, kv_head] = d
 
         for w in range(WARPGROUPS):  # a static index: with a traced one the matrix descriptors spill
             pl.when(warpgroup == w)(functools.partial(compute, w))
@@ -211,7 +223,7 @@ def grads_chunk(
             for n in range(STAGES):
                 pl.when(n < steps)(functools.partial(fetch, jnp.int32(n), n, False))
 
-            @pl.loop(0, steps)
+            @pl.loop(jnp.int32(0), jnp.int32(steps))
             def _(n):
                 head, start = place(n)
                 plgpu.barrier_wait(d_query_full)
@@ -253,7 +265,7 @@ def grads_chunk(
     d_shape = (shape.batch, shape.key_length, shape.kv_heads, dim)
     run = build(
         kernel,
-        (jax.ShapeDtypeStruct(d_shape, jnp.float32),) * 2,
+        (jax.ShapeDtypeStruct(d_shape, d_dtype),) * 2,
         scratch,
         {"batch": shape.batch, "kv_heads": shape.kv_heads, "tile": shape.key_length // BLOCK_KV},
     )
@@ -266,7 +278,7 @@ def grads_chunk(
             d_query_ref, d_key_ref, d_value_ref = refs
             d_key_ref[...], d_value_ref[...] = run(*operands, d_query_ref)
 
-        fresh = jnp.zeros(d_shape, jnp.float32)
+        fresh = jnp.zeros(d_shape, d_dtype)
         return pl.run_state(add)((d_query, fresh, fresh))
 
     return compat.call_without_varying(run_in_place, d_query, *operands)

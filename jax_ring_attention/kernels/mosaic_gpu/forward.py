@@ -3,18 +3,27 @@
 One CTA holds 128 queries of one head: two compute warpgroups of 64 rows each and one memory warpgroup that feeds them key and
 value blocks by TMA. The key blocks to visit are listed (`masks.ActiveBlocks`): full ones first, then partial ones.
 
+A work item is one tile of 128 queries of one head. Without a mask all items are equal: there is one CTA per multiprocessor, and
+it takes every so many-th item, its memory warpgroup running ahead into the next one. Under a mask there is one CTA per item, and
+the hardware starts the next where one ends: for as many heads as have keys that stay in the cache the last tile, which is the
+longest under a causal mask, goes first, so that no long one is left for the end.
+
 Invariants
-- Shared memory: queries (2, 64, D) written once; keys and values in rings of STAGES slots. Block n of the list is in slot
-  n % STAGES. `filled` barriers count one arrival, the TMA's; `free` barriers count both compute warpgroups. The memory
-  warpgroup overwrites a slot only after both have left it; the compute warpgroups arrive once per visited block.
+- Shared memory: queries (2, 64, D), a half for each compute warpgroup; keys and values in rings of STAGES slots. The n-th block
+  that a CTA visits, over all its items, is in slot n % STAGES. `filled` barriers count one arrival, the TMA's; `free` barriers
+  count the compute warpgroups that read the buffer. The memory warpgroup overwrites a buffer only after they have left it; they
+  arrive once per visited block, and at `query_free` after an item's last scores (only where another item follows in the CTA).
 - The two compute warpgroups take turns on the tensor cores: the `turn` barrier is passed by both, twice a block, so that one
   does its softmax while the other multiplies. Warpgroup 1 starts one turn late and warpgroup 0 ends one turn late.
-- Output, sum and max live in registers from the carry's load to its store, in float32; max in units of log2.
+- Output, sum and max live in registers from the carry's load to its store, in float32; max in units of log2. Without a carry they
+  start as constants. The last chunk's output is divided in registers and leaves by TMA through `out_smem`, which a warpgroup
+  writes again only after the TMA has read it.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +50,23 @@ from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, bu
 from jax_ring_attention.masks import ActiveBlocks, Tokens
 from jax_ring_attention.stats import ChunkStats
 
+#: Keys and values of the heads that run at the same time should stay in the L2 cache (50 MB), beside what else passes through it.
+_CACHED_BYTES = 2**25
+
 #: The maximum is floored here inside exponents, so that a row without keys gives exp2(-inf) = 0.
 _FLOOR = -1e29
+
+
+def heads_together(shape: Shape) -> int:
+    """How many query heads run side by side: as many as divide them and have keys and values that fit in the L2 cache."""
+    group = shape.heads // shape.kv_heads
+    bytes_per_head = 2 * shape.key_length * shape.head_dim * jnp.dtype(shape.dtype).itemsize / group
+    return max(n for n in range(1, shape.heads + 1) if shape.heads % n == 0 and (n == 1 or n * bytes_per_head <= _CACHED_BYTES))
+
+
+def divide(a: jax.Array, b: int) -> tuple[Any, Any]:
+    """Quotient and remainder of int32."""
+    return (a, 0) if b == 1 else (lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b)))
 
 
 def fold_chunk(
@@ -53,33 +77,50 @@ def fold_chunk(
     blocks: ActiveBlocks | None,
     query_tokens: Tokens,
     key_tokens: Tokens,
-    carry: ChunkStats,
+    carry: ChunkStats | None,
+    finish: bool,
 ) -> ChunkStats:
-    """`merge(carry, statistics of the chunk)`.
+    """`merge(carry, statistics of the chunk)`; with `finish`, output is divided by sum and in the query's dtype.
 
     Args:
       query: (B, T, N, D); key, value (B, S, K, D), bfloat16 or float16, D 64 or 128.
       blocks: per (batch or 1, query block): key blocks to visit; None visits all, unmasked.
       query_tokens, key_tokens: int32 (B | 1, T), (B | 1, S); both sides have a segment or neither has.
-      carry: output (B, T, N, D), sum and max (B, N, T), float32, max in units of log2.
+      carry: output (B, T, N, D), sum and max (B, N, T), float32, max in units of log2; None has seen no key.
     """
     dtype, dim = shape.dtype, shape.head_dim
     masked = blocks is not None
+    tiles, together = shape.query_length // FORWARD_BLOCK_Q, heads_together(shape) if masked else 1
+    total_items = shape.batch * shape.heads * tiles
+    ctas = total_items if masked else min(total_items, compat.multiprocessors())
 
     def kernel(*all_refs):
         refs = list(all_refs)
         query_ref, key_ref, value_ref = take(refs, 3)
-        carry_refs = take(refs, 3)
+        carry_refs = take(refs, 0 if carry is None else 3)
         visits = take_visits(refs, blocks, query_tokens, key_tokens)
         out_refs = take(refs, 3)
-        query_smem, key_smem, value_smem, query_filled, key_filled, value_filled, key_free, value_free, turn = refs
-        batch, head, tile = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("tile")
-        warpgroup = lax.axis_index("warpgroup")
+        query_smem, key_smem, value_smem, out_smem = take(refs, 4)
+        query_filled, key_filled, value_filled, query_free, key_free, value_free, turn = refs
+        cta, warpgroup = lax.axis_index("cta"), lax.axis_index("warpgroup")
+
+        def place(item):
+            """Batch row, query head and tile of this CTA's item."""
+            index, within = divide(cta + item * ctas, together)
+            index, tile = divide(index, tiles)
+            batch, group = divide(index, shape.heads // together)
+            return batch, group * together + within, tiles - 1 - tile if masked else tile
+
+        items: Any = 1
         if masked:
+            batch, _, tile = place(0)
             row = (0 if visits.order.shape[0] == 1 else batch, tile)
             full, active = visits.full[row], visits.active[row]
+            steps = active
         else:
+            items = divide(total_items - 1 - cta, ctas)[0] + 1
             full = active = shape.key_length // BLOCK_KV
+            steps = items * active
 
         def key_start(n):
             return (visits.order[(*row, n)] if masked else n) * BLOCK_KV
@@ -88,30 +129,27 @@ def fold_chunk(
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(turn)
 
-        @pl.when(warpgroup < WARPGROUPS)
-        def _compute():
-            plgpu.set_max_registers(232 if masked else 240, action="increase")
-            start = tile * FORWARD_BLOCK_Q + warpgroup * ROWS
-            rows = pl.ds(start, ROWS)
-            query_here = query_smem.at[warpgroup]
-            plgpu.copy_gmem_to_smem(query_ref.at[batch, rows, head], query_here, query_filled.at[warpgroup])
-            output = compat.load_whole(carry_refs[0].at[batch, rows, head], plgpu.Layout.WGMMA, optimized=False)
-            total = compat.load_whole(carry_refs[1].at[batch, head, rows], ROW, optimized=False)
-            maximum = compat.load_whole(carry_refs[2].at[batch, head, rows], ROW, optimized=False)
+        def compute(item):
+            batch, head, tile = place(item)
+            first = item * active
+            rows = pl.ds(tile * FORWARD_BLOCK_Q + warpgroup * ROWS, ROWS)
+            query_here, out_here = query_smem.at[warpgroup], out_smem.at[warpgroup]
+            if carry is None:
+                output = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
+                total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
+                maximum = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
+            else:
+                output = compat.load_whole(carry_refs[0].at[batch, rows, head], plgpu.Layout.WGMMA, optimized=False)
+                total = compat.load_whole(carry_refs[1].at[batch, head, rows], ROW, optimized=False)
+                maximum = compat.load_whole(carry_refs[2].at[batch, head, rows], ROW, optimized=False)
             query_ints = Tokens()
             if masked:
                 query_ints = load_tokens(visits.query_tokens, batch, rows, ROW)
             plgpu.barrier_wait(query_filled.at[warpgroup])
 
-            @pl.when(active > 0)
-            def _():
-                plgpu.barrier_wait(key_filled.at[0])
-
-            pl.when(warpgroup == 1)(take_turns)
-
             def step(n, state, partial):
                 output, total, maximum = state
-                slot = lax.rem(n, jnp.int32(STAGES))
+                slot = lax.rem(first + n, jnp.int32(STAGES))
 
                 def scores(acc):
                     plgpu.wgmma(acc, query_here, key_smem.at[slot].transpose((1, 0)))
@@ -120,6 +158,12 @@ def fold_chunk(
 
                 logits = pl.run_scoped(scores, plgpu.ACC((ROWS, BLOCK_KV), jnp.float32))
                 plgpu.barrier_arrive(key_free.at[slot])
+                if not masked:
+
+                    @pl.when(n == active - 1)
+                    def _():
+                        plgpu.barrier_arrive(query_free.at[warpgroup])
+
                 factor = shape.scale * LOG2E
                 if (cap := shape.logits_soft_cap) is not None:
                     logits, factor = tanh(logits * (shape.scale / cap)), cap * LOG2E
@@ -143,9 +187,9 @@ def fold_chunk(
 
                 def weighted_values(acc):
                     plgpu.wgmma(acc, narrow, value_smem.at[slot])
-                    following = n + 1
+                    following = first + n + 1
 
-                    @pl.when(following < active)
+                    @pl.when(following < steps)
                     def _():
                         plgpu.barrier_wait(key_filled.at[lax.rem(following, jnp.int32(STAGES))])
 
@@ -154,52 +198,94 @@ def fold_chunk(
                 return output, total, new_maximum
 
             state = (output, total, maximum)
-            state = lax.fori_loop(0, full, functools.partial(step, partial=False), state)
+            state = lax.fori_loop(jnp.int32(0), jnp.int32(full), functools.partial(step, partial=False), state)
             if masked:
                 state = lax.fori_loop(full, active, functools.partial(step, partial=True), state)
-            pl.when(warpgroup == 0)(take_turns)
+                pl.when(warpgroup == 0)(take_turns)
             output, total, maximum = state
-            out_refs[0][batch, rows, head] = output
             out_refs[1][batch, head, rows] = total
             out_refs[2][batch, head, rows] = maximum
+            if finish:
+                inverse = jnp.where(total == 0, 0.0, 1 / total)
+                output *= lax.broadcast_in_dim(inverse, output.shape, [0])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
+                out_here[...] = output.astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out_here, out_refs[0].at[batch, rows, head])
+            else:
+                out_refs[0][batch, rows, head] = output
+
+        @pl.when(warpgroup < WARPGROUPS)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+
+            @pl.when(steps > 0)
+            def _():
+                plgpu.barrier_wait(key_filled.at[0])
+
+            pl.when(warpgroup == 1)(take_turns)
+            if masked:
+                compute(jnp.int32(0))
+            else:
+                pl.loop(jnp.int32(0), items)(compute)
+                pl.when(warpgroup == 0)(take_turns)
+            if finish:
+                plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _memory():
-            plgpu.set_max_registers(40 if masked else 24, action="decrease")
-            kv_head = lax.div(head, jnp.int32(shape.heads // shape.kv_heads))
+            plgpu.set_max_registers(40, action="decrease")
 
-            def fetch(n, slot, wait):
+            def fetch_query(item, wait):
+                batch, head, tile = place(item)
+                for w in range(WARPGROUPS):
+                    rows = pl.ds(tile * FORWARD_BLOCK_Q + w * ROWS, ROWS)
+                    if wait:
+                        plgpu.barrier_wait(query_free.at[w])
+                    plgpu.copy_gmem_to_smem(query_ref.at[batch, rows, head], query_smem.at[w], query_filled.at[w])
+
+            def fetch(step, wait):
+                item, n = (0, step) if masked else divide(step, active)
+                batch, head, _ = place(item)
+                slot = lax.rem(jnp.int32(step), jnp.int32(STAGES))
+                kv_head = lax.div(head, jnp.int32(shape.heads // shape.kv_heads))
                 columns = (batch, pl.ds(key_start(n), BLOCK_KV), kv_head)
                 if wait:
                     plgpu.barrier_wait(key_free.at[slot])
                 plgpu.copy_gmem_to_smem(key_ref.at[columns], key_smem.at[slot], key_filled.at[slot])
+                if not masked:  # here, because the keys need not wait for the end of the item before
+                    pl.when((n == 0) & (item > 0))(functools.partial(fetch_query, item, wait=True))
                 if wait:
                     plgpu.barrier_wait(value_free.at[slot])
                 plgpu.copy_gmem_to_smem(value_ref.at[columns], value_smem.at[slot], value_filled.at[slot])
 
+            fetch_query(jnp.int32(0), wait=False)
             for n in range(STAGES):
-                pl.when(n < active)(functools.partial(fetch, jnp.int32(n), n, wait=False))
+                pl.when(n < steps)(functools.partial(fetch, jnp.int32(n), wait=False))
 
-            @pl.loop(STAGES, jnp.maximum(active, STAGES) if masked else max(active, STAGES))
-            def _(n):
-                fetch(n, lax.rem(n, jnp.int32(STAGES)), wait=True)
+            @pl.loop(jnp.int32(STAGES), jnp.maximum(steps, STAGES))
+            def _(step):
+                fetch(step, wait=True)
 
     scratch = (
         tiled(WARPGROUPS, ROWS, dim, dtype=dtype),
         tiled(STAGES, BLOCK_KV, dim, dtype=dtype),
         tiled(STAGES, BLOCK_KV, dim, dtype=dtype),
+        tiled(WARPGROUPS, ROWS, dim, dtype=dtype),
         plgpu.Barrier(num_barriers=WARPGROUPS),
         plgpu.Barrier(num_barriers=STAGES),
         plgpu.Barrier(num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
         plgpu.Barrier(num_arrivals=WARPGROUPS),
     )
-    operands = [query, key, value, *carry, *visit_operands(blocks, query_tokens, key_tokens)]
+    operands = [query, key, value, *(carry or ()), *visit_operands(blocks, query_tokens, key_tokens)]
+    rows = jax.ShapeDtypeStruct((shape.batch, shape.heads, shape.query_length), jnp.float32)
     run = build(
         kernel,
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in carry),
+        (jax.ShapeDtypeStruct(query.shape, dtype if finish else jnp.float32), rows, rows),
         scratch,
-        {"heads": shape.heads, "tile": shape.query_length // FORWARD_BLOCK_Q, "batch": shape.batch},
+        {"cta": ctas},
     )
     return ChunkStats(*compat.call_without_varying(run, *operands))
