@@ -120,19 +120,24 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
 
+def shardings(specs: Any, mesh: Mesh) -> Any:
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "mesh"))
+def make_params(config: llama.Config, mesh: Mesh, seed: int) -> Any:
+    """Initial parameters, made where they live: no device ever holds all of them."""
+    return jax.lax.with_sharding_constraint(llama.init_params(config, seed), shardings(llama.param_specs(), mesh))
+
+
 def init_state(config: llama.Config, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> State:
-    """Parameters and optimizer state, made where they live: no device ever holds all of them."""
-
-    def init():
-        params = llama.init_params(config, seed)
-        return State(params, optimizer.init(params))
-
-    specs = llama.param_specs()
-    optimizer_specs = optax.tree_map_params(
-        optimizer, lambda _, spec: spec, jax.eval_shape(init).optimizer, specs, transform_non_params=lambda _: P()
+    """Initial parameters, and the optimizer's state in the same places."""
+    params = make_params(config, mesh, seed)
+    shapes = jax.eval_shape(optimizer.init, params)
+    specs = optax.tree_map_params(
+        optimizer, lambda _, spec: spec, shapes, llama.param_specs(), transform_non_params=lambda _: P()
     )
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), State(specs, optimizer_specs))
-    return jax.jit(init, out_shardings=shardings)()
+    return State(params, jax.jit(optimizer.init, out_shardings=shardings(specs, mesh))(params))
 
 
 def make_step(config: llama.Config, options: argparse.Namespace, optimizer: Any, mesh: Mesh) -> Callable[..., Any]:
@@ -153,35 +158,39 @@ def make_step(config: llama.Config, options: argparse.Namespace, optimizer: Any,
 
 
 def compile_step(step: Callable[..., Any], state: State, batch: Batch, mesh: Mesh) -> jax.stages.Compiled:
-    shardings = (jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, P()))
-    return jax.jit(step, donate_argnums=0, out_shardings=shardings).lower(state, batch).compile()
+    places = (jax.tree.map(lambda x: x.sharding, state), NamedSharding(mesh, P()))
+    return jax.jit(step, donate_argnums=0, out_shardings=places).lower(state, batch).compile()
 
 
 class Checkpoints:
     """The state after some steps, and the settings without which a continuation would be another run."""
 
     def __init__(self, options: argparse.Namespace, settings: dict[str, Any]):
+        """ValueError if the directory holds a checkpoint of a run with other settings."""
         import orbax.checkpoint
 
         self.ocp, self.settings = orbax.checkpoint, settings
         manager = self.ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=options.checkpoint_every)
         self.manager = self.ocp.CheckpointManager(options.checkpoint_dir.resolve(), options=manager)
-
-    def restore(self, state: State) -> tuple[int, State]:
-        """The number of steps taken and the newest state, on the mesh of `state`; 0 and `state` where there is none."""
-        step = self.manager.latest_step()
-        if step is None:
-            return 0, state
-        args = self.ocp.args
-        saved = self.manager.restore(step, args=args.Composite(settings=args.JsonRestore())).settings
-        different = [f"{k}={saved.get(k)!r}, this run {x!r}" for k, x in self.settings.items() if saved.get(k) != x]
+        self.steps = self.manager.latest_step() or 0
+        if not self.steps:
+            return
+        saved = self.manager.restore(self.steps, args=self.ocp.args.Composite(settings=self.ocp.args.JsonRestore())).settings
+        different = [f"{name}={saved.get(name)!r}, this run {x!r}" for name, x in settings.items() if saved.get(name) != x]
         if different:
             raise ValueError(
                 f"the checkpoint in {self.manager.directory} has {'; '.join(different)}. "
                 "Use the same, or another --checkpoint-dir."
             )
+        if self.steps >= options.steps:
+            raise ValueError(f"the checkpoint is at step {self.steps} already; ask for more than --steps {options.steps}.")
+
+    def restore(self, state: State) -> State:
+        """The newest saved state, on the mesh of `state`; `state` itself where none is saved."""
+        if not self.steps:
+            return state
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-        return step, self.manager.restore(step, args=args.Composite(state=args.StandardRestore(like))).state
+        return self.manager.restore(self.steps, args=self.ocp.args.Composite(state=self.ocp.args.StandardRestore(like))).state
 
     def save(self, step: int, state: State, last: bool) -> None:
         """Saves where --checkpoint-every says so, and the last; returns once the state is on the host."""
@@ -207,16 +216,16 @@ def train(options: argparse.Namespace, mesh: Mesh) -> Trained:
     check_sizes(options, config, mesh)
     documents = read_documents(options.data, options.seed)
     rows = pack_documents(documents, options.seq_len)
-    optimizer = make_optimizer(options)
-    state, start = init_state(config, optimizer, mesh, options.seed), 0
     checkpoints = None
     if options.checkpoint_dir:
         same = {name: getattr(options, name) for name in ("seq_len", "batch", "seed", "learning_rate", "warmup")}
         data = hashlib.sha256(b"".join(hashlib.sha256(document).digest() for document in documents)).hexdigest()
         checkpoints = Checkpoints(options, {**dataclasses.asdict(config), **same, "data": data})
-        start, state = checkpoints.restore(state)
-    if start >= options.steps:
-        raise ValueError(f"the checkpoint is at step {start} already; ask for more than --steps {options.steps}.")
+    start = checkpoints.steps if checkpoints else 0
+    optimizer = make_optimizer(options)
+    state = init_state(config, optimizer, mesh, options.seed)
+    if checkpoints:
+        state = checkpoints.restore(state)
 
     def batch(step):
         return put_on_mesh(batch_at(rows, step, options.batch, options.seed), mesh, options.layout)
