@@ -162,6 +162,13 @@ def compile_step(step: Callable[..., Any], state: State, batch: Batch, mesh: Mes
     return jax.jit(step, donate_argnums=0, out_shardings=places).lower(state, batch).compile()
 
 
+def run_settings(options: argparse.Namespace, config: llama.Config, documents: list[bytes]) -> dict[str, Any]:
+    """What determines a run; the mesh and the kind of attention do not, up to rounding."""
+    chosen = {name: getattr(options, name) for name in ("seq_len", "batch", "seed", "learning_rate", "warmup")}
+    data = hashlib.sha256(b"".join(hashlib.sha256(document).digest() for document in documents)).hexdigest()
+    return {**dataclasses.asdict(config), **chosen, "data": data}
+
+
 class Checkpoints:
     """The state after some steps, and the settings without which a continuation would be another run."""
 
@@ -212,15 +219,13 @@ class Trained(NamedTuple):
 
 
 def train(options: argparse.Namespace, mesh: Mesh) -> Trained:
-    config = llama.Config(**{field.name: getattr(options, field.name) for field in dataclasses.fields(llama.Config)})
+    config = model_config(options)
     check_sizes(options, config, mesh)
     documents = read_documents(options.data, options.seed)
     rows = pack_documents(documents, options.seq_len)
     checkpoints = None
     if options.checkpoint_dir:
-        same = {name: getattr(options, name) for name in ("seq_len", "batch", "seed", "learning_rate", "warmup")}
-        data = hashlib.sha256(b"".join(hashlib.sha256(document).digest() for document in documents)).hexdigest()
-        checkpoints = Checkpoints(options, {**dataclasses.asdict(config), **same, "data": data})
+        checkpoints = Checkpoints(options, run_settings(options, config, documents))
     start = checkpoints.steps if checkpoints else 0
     optimizer = make_optimizer(options)
     state = init_state(config, optimizer, mesh, options.seed)
@@ -266,6 +271,10 @@ def train(options: argparse.Namespace, mesh: Mesh) -> Trained:
 
 
 # Arguments.
+
+
+def model_config(options: argparse.Namespace) -> llama.Config:
+    return llama.Config(**{field.name: getattr(options, field.name) for field in dataclasses.fields(llama.Config)})
 
 
 def check_sizes(options: argparse.Namespace, config: llama.Config, mesh: Mesh) -> None:
