@@ -8,7 +8,7 @@ PYTEST := -m pytest -q
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: demo test test-fast test-newest lint format bench clean
+.PHONY: demo test test-fast test-newest lint format bench docs wheel-check clean
 
 demo: $(VENV)/.demo
 	$(VENV)/bin/python scripts/demo.py
@@ -40,6 +40,21 @@ format: $(VENV)/.lint
 
 bench: $(VENV)/.bench
 	$(VENV)/bin/python scripts/bench_cpu.py
+
+# The site, into build/site; any warning is an error.
+docs: $(VENV)/.docs
+	$(VENV)/bin/mkdocs build --strict --quiet
+
+# Wheel and sdist; the wheel alone in a fresh environment, away from this tree, runs the README of the sdist.
+CHECK := build/wheel
+wheel-check: $(VENV)/.wheel
+	rm -rf $(CHECK)
+	$(VENV)/bin/python -m build --outdir $(CHECK) .
+	$(PYTHON) -m venv $(CHECK)/venv
+	$(CHECK)/venv/bin/python -m pip install -q $(CHECK)/*.whl
+	$(CHECK)/venv/bin/python -m pip check
+	cd $(CHECK) && tar -xzf *.tar.gz --strip-components 1 --wildcards '*/README.md' && venv/bin/python -m doctest README.md
+	cd $(CHECK) && venv/bin/python -m jax_ring_attention explain --devices 2 --causal > explain.txt && test -s explain.txt
 
 # One marker file per set of extras, so that nothing is installed twice.
 .PRECIOUS: $(VENV)/bin/python
