@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted((ROOT / "docs").rglob("*.md"))
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [path for path in DOCUMENTS if path.parent != ROOT and PYTHON_BLOCK.search(path.read_text())]
-FAST_PAGES = ("index.md",)
+FAST_PAGES = ("multihost.md", "packing.md")
 
 
 def name_of(path: Path) -> str:
