@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 QUICK = ((1024, 2048, 1024),)
 THOROUGH = ((512, 1024, 512), (512, 2048, 1024), (1024, 1024, 1024), (1024, 2048, 512), (1024, 2048, 1024), (2048, 2048, 512))
 
-UNMASKED = "1"
+NOTHING, UNMASKED = "0", "1"  # kinds of steps, as in mosaic_tpu/common.py
+TIMEOUT = 900
 
 
 class Compiler:
@@ -52,19 +54,25 @@ class Compiler:
         """The result, or None where the job failed, which is reported at the end."""
         text = json.dumps(job)
         if text not in self.results:
-            command = [sys.executable, str(HERE / "tpu_kernels.py"), text]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-                lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-                self.results[text] = json.loads(lines[-1]) if done.returncode == 0 else None
-            except subprocess.TimeoutExpired as error:
-                done, lines, self.results[text] = None, [str(error)], None
-            if self.results[text] is None:
-                reason = next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "no message")
-                self.failed.append({**job, "reason": reason[:300]})
-            outcome = "compiled" if self.results[text] else f"FAILED ({self.failed[-1]['reason']})"
-            print(f"# {outcome} {text}", file=sys.stderr, flush=True)
+            self.results[text], reason = self._run(text)
+            if reason:
+                self.failed.append({**job, "reason": reason})
+            print(f"# {f'FAILED: {reason}' if reason else 'compiled'} {text}", file=sys.stderr, flush=True)
         return self.results[text]
+
+    @staticmethod
+    def _run(text: str) -> tuple[dict[str, Any] | None, str]:
+        """The result and "", or None and why."""
+        command = [sys.executable, str(HERE / "tpu_kernels.py"), text]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return None, f"took more than {TIMEOUT} seconds"
+        if done.returncode == 0:
+            return json.loads(done.stdout.splitlines()[-1]), ""
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        errors = [line for line in lines if re.match(r"[\w.]*Error\b", line)]
+        return None, (errors or lines)[-1][:300]
 
 
 def per_pair(cycles: float, block_q: int, block_kv: int) -> float:
@@ -87,8 +95,13 @@ def causal_cost(cycles: float, whole_full: float) -> dict[str, float]:
     return {"cycles": cycles / (CHUNK * CHUNK / PAIR / 2), "over_half_of_full": cycles / (whole_full / 2)}
 
 
-def ours(compiler: Compiler, chip: str, head_dim: int, direction: str, masks: list[str], tiling: list[int] | None):
-    """What each of `masks` costs at one tiling, or None."""
+def ours(
+    compiler: Compiler, chip: str, head_dim: int, direction: str, masks: list[str], tiling: list[int] | None
+) -> dict[str, Any] | None:
+    """What "full" and, if it is among `masks`, "causal" cost at one tiling; None if it does not compile.
+
+    The program for a causal mask has the branch without a mask too, so both are read from one compilation.
+    """
     job = {"who": "ours", "direction": direction, "chip": chip, "head_dim": head_dim, "causal": "causal" in masks}
     result = compiler.run(**job, **({"tiling": tiling} if tiling else {}))
     if result is None:
@@ -102,10 +115,8 @@ def ours(compiler: Compiler, chip: str, head_dim: int, direction: str, masks: li
         found["full"]["carry_percent"] = 100 * schedule["first_step"] / (CARRIED / block_kv * (unmasked + overhead))
     if "causal" in masks:
         whole = CHUNK**2 / (block_q * block_kv) * (unmasked + overhead)
-        # A step of kind 0 does nothing but its overhead.
-        chunk = sum(
-            count * (overhead + (branches[kind]["cycles"] if kind != "0" else 0)) for kind, count in result["steps"].items()
-        )
+        cycles = {NOTHING: 0} | {kind: branch["cycles"] for kind, branch in branches.items()}
+        chunk = sum(count * (overhead + cycles[kind]) for kind, count in result["steps"].items())
         found["causal"] = causal_cost(chunk, whole) | {"spills": found["full"]["spills"]}
         found["causal"]["branches"] = {kind: per_pair(branch["cycles"], block_q, block_kv) for kind, branch in branches.items()}
         found["causal"]["steps"] = result["steps"]
@@ -114,7 +125,7 @@ def ours(compiler: Compiler, chip: str, head_dim: int, direction: str, masks: li
     return found
 
 
-def peer_kernels(compiler: Compiler, who: str, chip: str, head_dim: int, blocks: tuple[int, ...], causal: bool):
+def peer_kernels(compiler: Compiler, who: str, chip: str, head_dim: int, blocks: tuple[int, ...], causal: bool) -> dict[str, Any]:
     """label -> (schedule, blocks) of every kernel of a peer at one choice of blocks."""
     kernels: dict[str, Any] = {}
     for fused in (False, True) if who == "splash" else (True,):
@@ -178,7 +189,7 @@ def measure(compiler: Compiler, options: argparse.Namespace) -> list[dict[str, A
             for mask in options.masks:
                 others = {who: peers(compiler, who, chip, head_dim, mask, options.masks, candidates) for who in names}
                 for direction, found in costs.items():
-                    for one in found or ():
+                    for one in found:
                         if one is not None:
                             rows.append(row_of(chip, head_dim, direction, mask, one[mask], others))
                             print(line_of(rows[-1]), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -68,6 +69,50 @@ def test_tilings_that_are_none_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="is not fwd: or bwd:"):
         profile.tiling_argument(text)
     assert profile.tilings_of([profile.tiling_argument("bwd:1,2,3,4,5,6")], "backward") == [[1, 2, 3, 4, 5, 6]]
+
+
+def made_up(bundles: int, matmul_cycles: int) -> dict:
+    cycles = max(bundles, matmul_cycles)
+    return {"bundles": bundles, "matmul_cycles": matmul_cycles, "cycles": cycles, "spills": 7, "fills": 8}
+
+
+@pytest.mark.fast
+def test_the_table_compares_whole_passes_and_names_what_did_not_compile(tmp_path, monkeypatch, capsys):
+    def run(text):
+        job = json.loads(text)
+        blocks = [1024, 2048]  # 4 pairs
+        if job["who"] == "tokamax":
+            return None, "ImportError: no tokamax"
+        if job["who"] == "splash":
+            branches = [made_up(4 * (2400 + 400 * job["causal"]), 4 * 2048)]
+            schedule = {"branches": branches, "step_overhead": 40, "first_step": 0}
+            labels = ("forward", "backward") if job["fused"] else ("forward", "dkv", "dq")
+            return {"schedules": {label: schedule for label in labels}, "blocks": {label: blocks for label in labels}}, ""
+        kinds = [1, 2]  # without a mask; masked, also where a diagonal crosses
+        schedule = {"branches": [made_up(4 * 2000, 4 * 2048), made_up(4 * 2200, 4 * 2048)], "step_overhead": 40, "first_step": 82}
+        tiling, steps = [*blocks, 256, 128, 2, 1, 1], {"1": 12, "2": 8}
+        return {"tiling": tiling, "kinds": kinds, "steps": steps, "schedules": {job["direction"]: schedule}}, ""
+
+    monkeypatch.setattr(profile.Compiler, "_run", staticmethod(run))
+    picture = tmp_path / "made" / "picture.png"
+    profile.main(["--quick", "--chips", "v5e", "--head-dims", "128", "--png", str(picture)])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    lines = capsys.readouterr().out.splitlines()
+    printed = json.loads(lines[-1])
+    rows = {(row["direction"], row["mask"]): row for row in printed["results"]}
+    assert len(rows) == 4
+    forward, backward, causal = rows["forward", "full"], rows["backward", "full"], rows["forward", "causal"]
+    assert forward["ours"]["cycles"] == forward["ours"]["minimum"] == 2048
+    assert forward["ours"]["efficiency"] == 1
+    assert forward["ours"]["carry_percent"] == pytest.approx(100 * 82 / (2 * (4 * 2048 + 40)))
+    assert forward["over_splash"] == 2048 / 2400
+    assert backward["splash_dkv_dq"]["cycles"] == 2 * backward["splash"]["cycles"] == 4800  # the fused kernel is the better one
+    assert causal["ours"]["cycles"] == (12 * (8192 + 40) + 8 * (8800 + 40)) / 64
+    assert causal["ours"]["over_half_of_full"] == pytest.approx((12 * 8232 + 8 * 8840) / 16 / 8232)
+    assert causal["splash"]["cycles"] == 20 * (4 * 2800 + 40) / 64
+    assert "over_tokamax" not in forward
+    assert {failure["reason"] for failure in printed["failed"]} == {"ImportError: no tokamax"}
+    assert any(line.startswith("not measured") and "tokamax" in line for line in lines)
 
 
 @pytest.mark.aot
