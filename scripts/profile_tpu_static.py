@@ -36,7 +36,7 @@ CARRIED = 4096  # tokens per device for which the cost of the carry is stated
 PEERS = ("splash", "tokamax")
 DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 #: block_q, block_kv, and keys computed at once
-QUICK = ((1024, 2048, 1024),)
+QUICK, QUICK_LARGE_HEADS = ((1024, 2048, 1024),), ((1024, 1024, 1024),)  # larger blocks do not fit when H is 256
 THOROUGH = ((512, 1024, 512), (512, 2048, 1024), (1024, 1024, 1024), (1024, 2048, 512), (1024, 2048, 1024), (2048, 2048, 512))
 
 NOTHING, UNMASKED = "0", "1"  # kinds of steps, as in mosaic_tpu/common.py
@@ -179,11 +179,12 @@ def peers(compiler: Compiler, who: str, chip: str, head_dim: int, mask: str, mas
 
 
 def measure(compiler: Compiler, options: argparse.Namespace) -> list[dict[str, Any]]:
-    candidates = QUICK if options.quick else THOROUGH
     names = () if options.ours_only else PEERS
     rows = []
     for chip in options.chips:
         for head_dim in options.head_dims:
+            quick = QUICK if head_dim <= 128 else QUICK_LARGE_HEADS
+            candidates = quick if options.quick else THOROUGH
             mine = {direction: tilings_of(options.tiling, direction) for direction in DIRECTIONS.values()}
             costs = {d: [ours(compiler, chip, head_dim, d, options.masks, t) for t in ts] for d, ts in mine.items()}
             for mask in options.masks:
