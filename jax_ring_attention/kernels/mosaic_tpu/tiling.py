@@ -38,7 +38,7 @@ def backward_tiling(chip: str | None, head_dim: int, forward: Tiling) -> Tiling:
     block_kv = forward.block_kv if forward.block_kv <= 1024 else _divisor(forward.block_kv, 1024, 512, 256, 128)
     wide = chip in _WIDE
     tile_q = _divisor(forward.block_q, 256, 128)
-    tile_kv = _divisor(block_kv, 256, 128)
+    tile_kv = _divisor(block_kv, 256, 128) if wide else _divisor(block_kv, 512, 256, 128)
     return Tiling(forward.block_q, block_kv, tile_q, tile_kv, 1, 1 if wide else 0)
 
 
