@@ -341,9 +341,9 @@ def test_blocks_are_even_and_tiles_divide_them():
     for query_length, key_length in ((1, 1), (127, 129), (1100, 5000), (4096, 8192)):
         for chip in (None, "v5e", "v5p", "v6e", "tpu7x"):
             forward = tiling.forward_tiling(chip, 128, query_length, key_length, BlockSizes())
-            for each in (forward, tiling.backward_tiling(chip, 128, forward)):
+            for each in (forward, tiling.backward_tiling(chip, forward)):
                 assert each.block_q % each.tile_q == each.block_kv % each.tile_kv == each.block_q % LANES == 0
             assert forward.block_q <= 1024
-            assert forward.block_kv % tiling.backward_tiling(chip, 128, forward).block_kv == 0
+            assert forward.block_kv % tiling.backward_tiling(chip, forward).block_kv == 0
             blocks = -(-query_length // forward.block_q)
             assert blocks * forward.block_q - query_length < blocks * LANES + LANES
