@@ -33,12 +33,12 @@ import jax
 import llama
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from packing import Batch, pack_documents
 from tqdm import tqdm
 
-from jax_ring_attention import to_layout
+from jax_ring_attention import make_ring_mesh, to_layout
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN_TEXT = [str(ROOT / pattern) for pattern in ("*.md", "docs/*.md", "jax_ring_attention/**/*.py", "tests/*.py", "scripts/*.py")]
@@ -68,7 +68,7 @@ def make_mesh(options: argparse.Namespace) -> Mesh:
             f"--data-parallel {options.data_parallel} x --ring {ring} x --tensor {options.tensor} is {others * ring} devices, "
             f"but there are {count}; the product must be all of them."
         )
-    return jax.make_mesh((options.data_parallel, ring, options.tensor), llama.AXES, axis_types=(AxisType.Auto,) * 3)
+    return make_ring_mesh((options.data_parallel, ring, options.tensor), llama.AXES, ring_axis="ring")
 
 
 # Data. A step number determines its batch, so that a run that continues needs no other state.

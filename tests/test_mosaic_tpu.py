@@ -82,6 +82,7 @@ def test_the_automatic_choice_needs_a_tpu():
 # Which pairs are listed.
 
 TILING = Tiling(block_q=256, block_kv=512, tile_q=128, tile_kv=128, ahead=1, lag=1)
+TILINGS = [TILING, TILING._replace(tile_kv=256), TILING._replace(tile_q=256), TILING._replace(side_by_side=2)]
 
 
 def shape_of(query_length: int, key_length: int, reach) -> Shape:
@@ -119,11 +120,11 @@ def scopes(draw):
 
 @pytest.mark.fast
 @settings(max_examples=60, deadline=None)
-@given(scopes())
-def test_every_visible_pair_of_tokens_is_computed_once_and_hidden_ones_are_masked(scope):
+@given(scopes(), st.sampled_from(TILINGS))
+def test_every_visible_pair_of_tokens_is_computed_once_and_hidden_ones_are_masked(scope, tiling):
     query, key, reach = scope
     shape = shape_of(512, 1024, reach)
-    kinds = np.asarray(common.pair_kinds(query, key, shape, TILING))
+    kinds = np.asarray(common.pair_kinds(query, key, shape, tiling))
     seen = visible(query, key, reach)
     seen = np.ones((1, 512, 1024), bool) if seen is None else np.asarray(seen)
     rows = max(kinds.shape[0], seen.shape[0])
@@ -132,8 +133,9 @@ def test_every_visible_pair_of_tokens_is_computed_once_and_hidden_ones_are_maske
         pair = seen[row, i * 256 : (i + 1) * 256, j * 512 : (j + 1) * 512]
         computed = np.zeros_like(pair)
         if kinds[row, i, j] != common.NOTHING:
-            for a, b, compares in common.tiles_of(int(kinds[row, i, j]), TILING):
-                where = slice(a * 128, (a + 1) * 128), slice(b * 128, (b + 1) * 128)
+            for a, b, compares in common.tiles_of(int(kinds[row, i, j]), tiling):
+                rows_of, columns_of = (slice(n * size, (n + 1) * size) for n, size in ((a, tiling.tile_q), (b, tiling.tile_kv)))
+                where = rows_of, columns_of
                 assert not computed[where].any()
                 computed[where] = pair[where] if compares else True
         np.testing.assert_array_equal(computed, pair)
@@ -145,6 +147,8 @@ def test_a_causal_pair_on_the_diagonal_computes_the_lower_triangle_only():
     kinds = common.pair_kinds(Tokens(positions[:, :512]), Tokens(positions), shape_of(512, 1024, (None, 0)), TILING)
     np.testing.assert_array_equal(kinds[0], [[common.DIAGONAL, common.NOTHING], [common.DIAGONAL + 1, common.NOTHING]])
     assert common.tiles_of(common.DIAGONAL, TILING) == [(0, 0, True), (1, 0, False), (1, 1, True)]
+    # A tile of keys twice as long as one of queries: the first two query tiles cross it.
+    assert common.tiles_of(common.DIAGONAL, TILING._replace(tile_kv=256)) == [(0, 0, True), (1, 0, True)]
     second = common.tiles_of(common.DIAGONAL + 1, TILING)
     assert len(second) == 7
     assert [tile for tile in second if tile[2]] == [(0, 2, True), (1, 3, True)]
@@ -337,9 +341,9 @@ def test_blocks_are_even_and_tiles_divide_them():
     for query_length, key_length in ((1, 1), (127, 129), (1100, 5000), (4096, 8192)):
         for chip in (None, "v5e", "v5p", "v6e", "tpu7x"):
             forward = tiling.forward_tiling(chip, 128, query_length, key_length, BlockSizes())
-            for each in (forward, tiling.backward_tiling(chip, 128, forward)):
+            for each in (forward, tiling.backward_tiling(chip, forward)):
                 assert each.block_q % each.tile_q == each.block_kv % each.tile_kv == each.block_q % LANES == 0
             assert forward.block_q <= 1024
-            assert forward.block_kv % tiling.backward_tiling(chip, 128, forward).block_kv == 0
+            assert forward.block_kv % tiling.backward_tiling(chip, forward).block_kv == 0
             blocks = -(-query_length // forward.block_q)
             assert blocks * forward.block_q - query_length < blocks * LANES + LANES

@@ -42,7 +42,7 @@ class MosaicTpuKernel(Kernel):
         self.operand_dtype = jnp.dtype(jnp.float32 if problem.dtype == jnp.float16 else problem.dtype)
         padded_dim, padded_value_dim = (-(-dim // _SUBLANES) * _SUBLANES for dim in (head_dim, problem.value_dim))
         self.forward = forward_tiling(self.chip, padded_dim, self.query_length, self.key_length, problem.block_sizes)
-        self.backward = backward_tiling(self.chip, padded_dim, self.forward)
+        self.backward = backward_tiling(self.chip, self.forward)
         self.shape = Shape(
             batch=batch,
             kv_heads=kv_heads,

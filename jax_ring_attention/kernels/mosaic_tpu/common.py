@@ -151,8 +151,7 @@ def list_steps(kinds: jax.Array) -> Steps:
 def pair_kinds(query: Tokens, key: Tokens, shape: Shape, tiling: Tiling) -> jax.Array:
     """(rows, query blocks, key blocks) int32: what every pair of blocks needs; `query` and `key` are padded to whole blocks.
 
-    Diagonal pairs are found on tiles: those below the diagonal full, those above it empty. They need square tiles, and as many
-    kinds as a block of keys holds blocks of queries.
+    Diagonal pairs are found on tiles: those below the diagonal full, those above it empty.
     """
     blocks_q, blocks_kv = shape.query_length // tiling.block_q, shape.key_length // tiling.block_kv
     tiles_q, tiles_kv = tiling.tiles_q, tiling.tiles_kv
@@ -164,17 +163,32 @@ def pair_kinds(query: Tokens, key: Tokens, shape: Shape, tiling: Tiling) -> jax.
     tiles = tiles.reshape(-1, blocks_q, tiles_q, blocks_kv, tiles_kv).swapaxes(2, 3)
     kinds = jnp.where((tiles == EMPTY).all((3, 4)), NOTHING, jnp.where((tiles == FULL).all((3, 4)), UNMASKED, MASKED))
     for j in range(diagonals(tiling)):
-        distance = jnp.arange(tiles_kv)[None, :] - jnp.arange(tiles_q)[:, None] - j * tiles_q
-        fits = jnp.where(distance < 0, tiles == FULL, (distance == 0) | (tiles == EMPTY)).all((3, 4))
+        below, above = (
+            jnp.array([[side(tiling, j, a, b) for b in range(tiles_kv)] for a in range(tiles_q)])
+            for side in (_is_below, _is_above)
+        )
+        fits = jnp.where(below, tiles == FULL, ~above | (tiles == EMPTY)).all((3, 4))
         kinds = jnp.where((kinds == MASKED) & fits, DIAGONAL + j, kinds)
     return kinds.astype(jnp.int32)
 
 
 def diagonals(tiling: Tiling) -> int:
-    """How many kinds of diagonal pairs there are: each is a copy of the unrolled pair."""
-    square = tiling.tile_q == tiling.tile_kv
+    """How many kinds of diagonal pairs there are, one for each block of queries in a block of keys.
+
+    Each is a copy of the unrolled pair in the program, so there is a limit.
+    """
     ratio, rest = divmod(tiling.block_kv, tiling.block_q)
-    return ratio if square and not rest and ratio <= _MOST_DIAGONALS else 0
+    return ratio if not rest and ratio <= _MOST_DIAGONALS else 0
+
+
+def _is_below(tiling: Tiling, diagonal: int, a: int, b: int) -> bool:
+    """Whether all keys of tile b are before all queries of tile a, in a pair whose query 0 is at key diagonal * block_q."""
+    return (b + 1) * tiling.tile_kv <= a * tiling.tile_q + diagonal * tiling.block_q
+
+
+def _is_above(tiling: Tiling, diagonal: int, a: int, b: int) -> bool:
+    """Whether all of them are after."""
+    return b * tiling.tile_kv >= (a + 1) * tiling.tile_q + diagonal * tiling.block_q
 
 
 def tiles_of(kind: int, tiling: Tiling) -> list[tuple[int, int, bool]]:
@@ -184,8 +198,8 @@ def tiles_of(kind: int, tiling: Tiling) -> list[tuple[int, int, bool]]:
     pairs = [(a, b) for bundle in bundles for b in range(tiling.tiles_kv) for a in bundle]
     if kind in (UNMASKED, MASKED):
         return [(a, b, kind == MASKED) for a, b in pairs]
-    offset = (kind - DIAGONAL) * tiling.tiles_q
-    return [(a, b, b == a + offset) for a, b in pairs if b <= a + offset]
+    j = kind - DIAGONAL
+    return [(a, b, not _is_below(tiling, j, a, b)) for a, b in pairs if not _is_above(tiling, j, a, b)]
 
 
 # Masks of tiles.

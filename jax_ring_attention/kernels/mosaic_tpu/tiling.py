@@ -26,20 +26,24 @@ def _divisor(block: int, *sizes: int) -> int:
 
 
 def forward_tiling(chip: str | None, head_dim: int, query_length: int, key_length: int, requested: BlockSizes) -> Tiling:
+    """Blocks of 1024 x 2048 tokens, fewer for short sequences; how they are cut and pipelined depends on the matrix unit."""
     block_q = _fit(query_length, requested.block_q or 1024)
     block_kv = _fit(key_length, requested.block_kv or 2048)
-    wide = chip in _WIDE
     tile_q = _divisor(block_q, 256, 128)
-    tile_kv = _divisor(block_kv, 256, 128) if wide else 128
-    return Tiling(block_q, block_kv, tile_q, tile_kv, *((4, 1, 4) if wide else (2, 1)))
+    if chip not in _WIDE:
+        return Tiling(block_q, block_kv, tile_q, LANES, ahead=2, lag=1)
+    if head_dim > LANES:
+        return Tiling(block_q, block_kv, tile_q, _divisor(block_kv, 512, 256, 128), ahead=1, lag=1)
+    return Tiling(block_q, block_kv, tile_q, _divisor(block_kv, 256, 128), ahead=4, lag=1, side_by_side=4)
 
 
-def backward_tiling(chip: str | None, head_dim: int, forward: Tiling) -> Tiling:
+def backward_tiling(chip: str | None, forward: Tiling) -> Tiling:
+    """Blocks of 1024 x 1024 tokens; those of queries are the forward pass's."""
     block_kv = forward.block_kv if forward.block_kv <= 1024 else _divisor(forward.block_kv, 1024, 512, 256, 128)
-    wide = chip in _WIDE
     tile_q = _divisor(forward.block_q, 256, 128)
-    tile_kv = _divisor(block_kv, 256, 128)
-    return Tiling(forward.block_q, block_kv, tile_q, tile_kv, 1, 1 if wide else 0)
+    if chip not in _WIDE:
+        return Tiling(forward.block_q, block_kv, tile_q, _divisor(block_kv, 512, 256, 128), ahead=1, lag=0)
+    return Tiling(forward.block_q, block_kv, tile_q, _divisor(block_kv, 256, 128), ahead=1, lag=1)
 
 
 def vmem_limit(chip: str | None) -> int:
