@@ -161,12 +161,13 @@ def attention_chunk_grads(
         p_j = exp(s_j - lse),   ds_j = p_j (d_output . value_j - delta)
         d_value_j = sum_i p_ij d_output_i,   d_key_j = scale sum_i ds_ij query_i,   d_query_i = scale sum_j ds_ij key_j
 
+    Arguments that are not listed are as in `attention_chunk_stats`.
+
     Args:
       d_output: (B, T, N, Hv) cotangent of the finished output.
       lse: (B, T, N) log-sum-exp over ALL keys, from `finalize_chunk_stats`.
       delta: (B, T, N) rowsum(out * d_output) - d_lse.
       carry: gradients so far, in the structure returned; they are added.
-      The rest is as in `attention_chunk_stats`.
 
     Returns:
       `(d_query, d_key, d_value)`, and `d_bias` fourth when `bias` is given, in float32 (float64 for float64 inputs), shaped like
