@@ -49,6 +49,7 @@ class MosaicGpuKernel(Kernel):
             heads=heads,
             kv_heads=kv_heads,
             head_dim=self.head_dim,
+            value_dim=self.head_dim,
             dtype=problem.dtype,
             scale=problem.scale,
             logits_soft_cap=problem.logits_soft_cap,
