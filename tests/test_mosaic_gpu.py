@@ -123,6 +123,18 @@ def test_every_start_and_end_of_a_fold_lowers_for_cuda(is_causal, first, last):
 
 @pytest.mark.fast
 @pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
+@pytest.mark.parametrize("given", [False, True])
+def test_block_lists_are_constants_where_all_positions_are_known(given):
+    def attend(q, k, positions):
+        return hopper(q, k, k, is_causal=True, positions=positions if given else None)
+
+    query, positions = jax.ShapeDtypeStruct((1, 250, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((250,), jnp.int32)
+    text = jax.jit(attend).trace(query, query, positions).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("stablehlo.sort" in text) == given
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_gradient_lowers_for_cuda_under_x64(is_causal):
     def loss(q, k):

@@ -112,12 +112,14 @@ class Scope(NamedTuple):
       query_tokens, key_tokens: the integers of both sides.
       dense: packed by `Kernel.pack_dense`.
       key_offset: the chunk's first column in `dense`.
+      known: both sides' positions as numpy arrays (1, L), where they are known while JAX traces and no token is padding.
     """
 
     query_tokens: Tokens
     key_tokens: Tokens
     dense: Dense
     key_offset: Any
+    known: tuple[Any, Any] | None = None
 
 
 class Kernel(abc.ABC):

@@ -17,7 +17,15 @@ import jax.numpy as jnp
 
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.contract import Kernel, KeyValue, Problem, Rows, Scope, pad_to, silence_empty_rows
-from jax_ring_attention.kernels.mosaic_gpu.common import BLOCK_KV, FORWARD_BLOCK_Q, LOG2E, NO_KEYS, Shape, backward_block_q
+from jax_ring_attention.kernels.mosaic_gpu.common import (
+    BLOCK_KV,
+    FORWARD_BLOCK_Q,
+    LOG2E,
+    NO_KEYS,
+    Shape,
+    backward_block_q,
+    forward_block_kv,
+)
 from jax_ring_attention.masks import ActiveBlocks, Tokens, active_blocks, block_bounds, classify, pad_tokens
 from jax_ring_attention.stats import ChunkStats
 
@@ -25,6 +33,9 @@ from jax_ring_attention.stats import ChunkStats
 _BLOCK = 128
 _LARGEST_HEAD_DIM = 128
 _LARGEST_ARRAY = 2**31
+
+#: Lists of blocks that are known while JAX traces become constants of the program up to this many numbers.
+_LARGEST_CONSTANT = 2**18
 
 
 def _padded(length: int) -> int:
@@ -147,13 +158,22 @@ class MosaicGpuKernel(Kernel):
 
         return Tokens(*(pad(x) for x in query)), key
 
-    def _blocks(self, query: Tokens, key: Tokens, block_q: int, by_query: bool) -> ActiveBlocks | None:
+    def _blocks(self, scope: Scope, block_q: int, block_kv: int, by_query: bool) -> ActiveBlocks | None:
+        """For every block of queries (or of keys) the blocks of the other side to visit; None when all pairs are full."""
+        query, key = self._tokens(scope)
         if query == (None, None):
             return None
-        query_bounds = block_bounds(query, self.shape.query_length, self.shape.query_length // block_q)
-        key_bounds = block_bounds(key, self.shape.key_length, self.shape.key_length // BLOCK_KV)
+        blocks_q, blocks_kv = self.shape.query_length // block_q, self.shape.key_length // block_kv
+        if scope.known is not None and blocks_q * blocks_kv <= _LARGEST_CONSTANT:
+            query, key = (
+                pad_tokens(Tokens(position), position.shape[1], length)
+                for position, length in zip(scope.known, (self.shape.query_length, self.shape.key_length), strict=True)
+            )
+        query_bounds = block_bounds(query, self.shape.query_length, blocks_q)
+        key_bounds = block_bounds(key, self.shape.key_length, blocks_kv)
         kinds = classify(query_bounds, key_bounds, self.problem.reach)
-        return active_blocks(kinds if by_query else kinds.swapaxes(1, 2))
+        blocks = active_blocks(kinds if by_query else kinds.swapaxes(1, 2))
+        return ActiveBlocks(*(jnp.asarray(x) for x in blocks))
 
     # The kernels.
 
@@ -161,7 +181,7 @@ class MosaicGpuKernel(Kernel):
         self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None, finish: bool = False
     ) -> ChunkStats:
         tokens = self._tokens(scope)
-        blocks = self._blocks(*tokens, FORWARD_BLOCK_Q, by_query=True)
+        blocks = self._blocks(scope, FORWARD_BLOCK_Q, forward_block_kv(self.shape), by_query=True)
         from jax_ring_attention.kernels.mosaic_gpu import forward  # see the module docstring
 
         return forward.fold_chunk(self.shape, query, *chunk, blocks, *tokens, carry, finish)
@@ -177,7 +197,7 @@ class MosaicGpuKernel(Kernel):
         self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array, d_bias: Any, rounded: bool
     ) -> tuple[jax.Array, Any, KeyValue]:
         tokens = self._tokens(scope)
-        blocks = self._blocks(*tokens, backward_block_q(self.head_dim), by_query=False)
+        blocks = self._blocks(scope, backward_block_q(self.head_dim), BLOCK_KV, by_query=False)
         from jax_ring_attention.kernels.mosaic_gpu import backward  # see the module docstring
 
         d_query, d_key, d_value = backward.grads_chunk(self.shape, *rows, *chunk, blocks, *tokens, d_query, rounded)
