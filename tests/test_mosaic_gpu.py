@@ -39,7 +39,7 @@ def small(dtype=jnp.bfloat16, **sizes):
     ("inputs", "options", "reason"),
     [
         (small(jnp.float32), {}, "bfloat16 and float16, not float32"),
-        (small(head_dim=192), {}, "at most 128"),
+        (small(head_dim=320), {}, "at most 256"),
         (small(), {"mask": jnp.ones((1, 1, 128, 128), bool)}, "no dense mask or bias"),
         (small(), {"bias": jnp.zeros((1, 1, 128, 128))}, "no dense mask or bias"),
         (small(), {"block_sizes": 64}, "tiling is fixed"),
@@ -90,6 +90,39 @@ def test_the_ring_lowers_for_cuda_forward_and_backward(check_vma):
     program = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*inputs[:3]).lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("mosaic_gpu") > 5
     assert "collective_permute" in program
+
+
+def gradient_program(head_dim=64, value_dim=None, **options):
+    """StableHLO for CUDA of the whole gradient, and its jaxpr."""
+
+    def loss(q, k, v):
+        return hopper(q, k, v, **options).astype(jnp.float32).sum()
+
+    query = jax.ShapeDtypeStruct((1, 256, 4, head_dim), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, 256, 2, head_dim), jnp.bfloat16)
+    value = jax.ShapeDtypeStruct((1, 256, 2, value_dim or head_dim), jnp.bfloat16)
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(query, key, value)
+    return traced.lower(lowering_platforms=("cuda",)).as_text(), str(traced.jaxpr)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (256, 256), (192, 192), (160, 40), (40, 224)])
+def test_wide_heads_lower_for_cuda(is_causal, head_dim, value_dim):
+    """One kernel forward; backward one each for d_query, d_key and d_value, of which the last two share one where they fit."""
+    program, _ = gradient_program(head_dim, value_dim, is_causal=is_causal)
+    assert program.count("@mosaic_gpu") == (3 if (head_dim, value_dim) == (160, 40) else 4)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_without_atomic_additions_when_asked(head_dim, deterministic):
+    program, jaxpr = gradient_program(head_dim, is_causal=True, deterministic=deterministic)
+    assert program.count("@mosaic_gpu") == (3 if deterministic else 2)
+    assert ("reduction_op=add" in jaxpr) != deterministic
 
 
 @pytest.mark.fast
@@ -163,6 +196,13 @@ CASES = {
     "window": ({"query_length": 1000}, {"local_window_size": (100, 30)}),
     "causal window": ({"query_length": 1000, "head_dim": 128}, {"local_window_size": (200, None), "is_causal": True}),
     "soft cap": ({"head_dim": 128}, {"logits_soft_cap": 5.0, "is_causal": True}),
+    "head dim 192, value 128": ({"head_dim": 192, "value_dim": 128, "query_length": 700}, {"is_causal": True}),
+    "head dim 256": ({"head_dim": 256, "heads": 4, "kv_heads": 2}, {"is_causal": True}),
+    "head dim 256, full, more keys": ({"head_dim": 256, "query_length": 130, "key_length": 700}, {}),
+    "head dim 160, value 40": ({"head_dim": 160, "value_dim": 40}, {"local_window_size": (100, 30)}),
+    "head dim 40, value 224": ({"head_dim": 40, "value_dim": 224}, {"logits_soft_cap": 5.0}),
+    "deterministic": ({"query_length": 700, "heads": 4, "kv_heads": 2}, {"is_causal": True, "deterministic": True}),
+    "deterministic, head dim 128": ({"query_length": 700, "head_dim": 128}, {"deterministic": True}),
     "lengths": ({"query_length": 384}, {"query_seq_lengths": [300, 17], "key_value_seq_lengths": [384, 130]}),
 }
 
@@ -274,6 +314,18 @@ def test_a_ring_of_one_gpu_under_shard_map_equals_no_ring(check_vma):
     have = value_and_grads(ring, inputs[:3], inputs.d_out)
     want = value_and_grads(functools.partial(hopper, is_causal=True), inputs[:3], inputs.d_out)
     assert_close(have, want, 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, False), (128, True), (256, True)])
+def test_deterministic_gradients_are_the_same_bit_by_bit(head_dim, is_causal):
+    inputs = random_inputs(10, 2, 1024, heads=4, kv_heads=2, head_dim=head_dim, dtype=jnp.bfloat16)
+    attend = functools.partial(hopper, is_causal=is_causal, deterministic=True)
+    gradient = jax.jit(lambda: jax.vjp(attend, *inputs[:3])[1](jnp.asarray(inputs.d_out)))
+    first = [np.asarray(x) for x in gradient()]
+    for _ in range(30):
+        for have, want in zip(gradient(), first, strict=True):
+            np.testing.assert_array_equal(np.asarray(have).view(np.uint16), want.view(np.uint16))
 
 
 @pytest.mark.gpu

@@ -53,8 +53,8 @@ from jax_ring_attention.stats import ChunkStats
 #: Keys and values of the heads that run at the same time should stay in the L2 cache (50 MB), beside what else passes through it.
 _CACHED_BYTES = 2**25
 
-#: One CTA per multiprocessor without a mask, where an item visits at most so many key blocks. One H200, 16 heads of 128, speed over
-#: cuDNN's: 4 x 4096 (32 blocks) 0.973 against 0.942 with one CTA per item, 1 x 16384 (128 blocks) 0.933 against 0.949.
+#: One CTA per multiprocessor without a mask, where an item visits at most so many key blocks. One H200, 16 heads of 128, speed
+#: over cuDNN's: 4 x 4096 (32 blocks) 0.973 against 0.942 with one CTA per item, 1 x 16384 (128 blocks) 0.933 against 0.949.
 _PERSISTENT_BLOCKS = 64
 
 #: The maximum is floored here inside exponents, so that a row without keys gives exp2(-inf) = 0.
@@ -145,8 +145,6 @@ def fold_chunk(
             first = item * active if persistent else 0
             rows = pl.ds(tile * FORWARD_BLOCK_Q + warpgroup * ROWS, ROWS)
             query_here, out_here = query_smem.at[warpgroup], out_smem.at[warpgroup]
-            if dim < shape.head_dim:
-                out_here = out_here.at[:, pl.ds(0, dim)]
             if carry is None:
                 output = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
                 total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
@@ -222,13 +220,14 @@ def fold_chunk(
             if finish:
                 inverse = jnp.where(total == 0, 0.0, 1 / total)
                 output *= lax.broadcast_in_dim(inverse, output.shape, [0])
+            if finish and dim == shape.head_dim:
                 if persistent:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
                 out_here[...] = output.astype(dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out_here, out_refs[0].at[batch, rows, head])
-            else:
-                out_refs[0][batch, rows, head] = output
+            else:  # TMA reads whole rows of shared memory
+                compat.store_whole(out_refs[0].at[batch, rows, head], output.astype(dtype if finish else jnp.float32))
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
