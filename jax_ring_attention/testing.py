@@ -1,18 +1,74 @@
-"""Tools for testing attention: a dense float64 reference, inputs, and comparison with earned tolerances.
+"""Tools for testing attention: emulated devices, inputs, a dense float64 reference, and comparison with earned tolerances.
 
 A tolerance is earned, not chosen: the error against float64 may be at most a small multiple of what a dense computation in the
-same dtype makes on the same inputs.
+same dtype makes on the same inputs. A test of attention in your own model needs a mesh, inputs, the mask straight from its
+definition, and one call:
+
+    >>> from jax.sharding import PartitionSpec as P
+    >>> from jax_ring_attention import ring_attention
+    >>> from jax_ring_attention.testing import assert_matches_dense, cpu_mesh, random_inputs, visible_pairs
+    >>> mesh = cpu_mesh(seq=8)  # before anything else uses JAX, for example at the top of conftest.py
+    >>> def attention(query, key, value):
+    ...     return ring_attention(query, key, value, is_causal=True, layout="zigzag", mesh=mesh, spec=P(None, "seq"))
+    >>> inputs = random_inputs(seed=0, batch=2, query_length=32, heads=4, kv_heads=2)
+    >>> seen = visible_pairs(32, 32, is_causal=True)[:, None]
+    >>> errors = assert_matches_dense(attention, inputs, seen, layout="zigzag", num_shards=8)
+    >>> errors.d_key < 1e-6  # what was measured, if you want to know
+    True
+
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jax_ring_attention.layouts import Layout, from_layout, to_layout
+
+
+def emulated_devices(count: int) -> list[jax.Device]:
+    """`count` emulated CPU devices of this process; with a GPU or TPU as well, next to it.
+
+    JAX fixes their number when it first touches a device, so the first call belongs at the top of conftest.py, with the largest
+    number that any test needs. Later calls give the first `count` of them.
+
+    Raises:
+      ValueError: count < 1, or JAX is already up with fewer.
+    """
+    if count < 1:
+        raise ValueError(f"count={count} must be at least 1: the number of emulated devices.")
+    config: Any = jax.config  # its options are attributes that type checkers do not know
+    if config.jax_num_cpu_devices < count:
+        with contextlib.suppress(RuntimeError):  # already up; perhaps with enough devices from XLA_FLAGS, which are counted next
+            config.update("jax_num_cpu_devices", count)
+    devices = jax.local_devices(backend="cpu")
+    if len(devices) < count:
+        raise ValueError(
+            f"{count} emulated CPU devices are wanted but JAX is already up with {len(devices)}: call emulated_devices({count}) "
+            f"or jax.config.update('jax_num_cpu_devices', {count}) before anything uses JAX, as at the top of conftest.py."
+        )
+    return devices[:count]
+
+
+def cpu_mesh(axis_type: AxisType = AxisType.Auto, /, **axis_sizes: int) -> Mesh:
+    """A mesh of emulated CPU devices, for example `cpu_mesh(data=2, seq=4)`; axis types Auto, or all `axis_type`.
+
+    Raises:
+      ValueError: no axis, a size below 1, or JAX is already up with too few devices (`emulated_devices`).
+    """
+    if not axis_sizes or min(axis_sizes.values()) < 1:
+        raise ValueError(f"axis sizes {axis_sizes} must name at least one axis, each of size 1 or more: cpu_mesh(seq=8).")
+    sizes = tuple(axis_sizes.values())
+    types = (axis_type,) * len(sizes)
+    return jax.make_mesh(sizes, tuple(axis_sizes), axis_types=types, devices=emulated_devices(math.prod(sizes)))
 
 
 class AttentionInputs(NamedTuple):
@@ -252,3 +308,77 @@ def value_and_grads(attention: Callable[..., Any], arguments: Sequence[Any], d_o
         return out, pull(jax.tree.map(lambda x, like: x.astype(like.dtype), d_out, out))
 
     return both(tuple(arguments), d_out)
+
+
+def assert_matches_dense(
+    attention: Callable[..., Any],
+    inputs: AttentionInputs,
+    seen: Any = None,
+    *,
+    bias: Any = None,
+    sinks: Any = None,
+    d_lse: Any = None,
+    layout: Layout = "contiguous",
+    num_shards: int = 1,
+    tolerance: float | None = None,
+    **options: Any,
+) -> Expected:
+    """`attention` gives what dense float64 attention gives: the output, lse if it returns one, and every gradient.
+
+    Args:
+      attention: `attention(query, key, value)` returns `out` or `(out, lse)`. It also gets those of `bias` and `sinks` that are
+        given, by keyword, and is differentiated in all of them. It must be traceable by `jax.jit`.
+      inputs: from `random_inputs`, in natural order. Their d_out is the cotangent of the output.
+      seen: bool, broadcasts to (B, N, T, S): the mask that `attention` should apply, in natural order (`visible_pairs`).
+      bias, sinks: differentiable arguments, as in `ring_attention`; the bias in natural order.
+      d_lse: (B, T, N) cotangent of lse; default normal numbers. Refused where `attention` returns no lse.
+      layout, num_shards: the order in which `attention` gets query, key, value and bias, and returns out and lse (`to_layout`).
+        The comparison is in natural order.
+      tolerance: one relative error for everything, instead of the earned ones.
+      options: `scale` and `logits_soft_cap`, for the dense side.
+
+    Returns:
+      The relative errors found, in norm; None for what was not given.
+
+    Raises:
+      AssertionError: with every error and what was allowed. ValueError: d_lse without lse.
+
+    Float32 with `spread=5` earns less than a flash attention can do: its backward pass takes probabilities from a float32 lse,
+    and an lse far from zero is rounded coarsely. Give a `tolerance` there.
+    """
+
+    def store(x, axis=1):
+        return to_layout(x, layout, num_shards, axis)
+
+    def store_bias(x):
+        x = x if x.shape[-2] == 1 else store(x, -2)
+        return x if x.shape[-1] == 1 else store(x, -1)
+
+    def attend(query, key, value, extra):
+        extra = {name: store_bias(x) if name == "bias" else x for name, x in extra.items()}
+        result = attention(store(query), store(key), store(value), **extra)
+        return jax.tree.map(lambda x: from_layout(x, layout, num_shards), result)
+
+    extra = {name: jnp.asarray(x) for name, x in (("bias", bias), ("sinks", sinks)) if x is not None}
+    returns_lse = isinstance(jax.eval_shape(attend, *inputs[:3], extra), tuple)
+    if d_lse is not None and not returns_lse:
+        raise ValueError("d_lse is given but attention returns out alone; return (out, lse), or leave d_lse out.")
+    if d_lse is None and returns_lse:
+        d_lse = np.random.default_rng(inputs.query.size).normal(size=inputs.query.shape[:3])
+    given = {"bias": bias, "sinks": sinks, "d_lse": d_lse, **options}
+    want = dense_expected(inputs, seen, **given)
+    if tolerance is None:
+        limits = earned_tolerances(inputs, want, seen, **given)
+    else:
+        limits = Expected._make([tolerance] * len(Expected._fields))
+
+    cotangents = (inputs.d_out, jnp.asarray(d_lse)) if returns_lse else inputs.d_out
+    result, (*grads, d_extra) = value_and_grads(attend, (*inputs[:3], extra), cotangents)
+    out, lse = result if returns_lse else (result, None)
+    have = (out, lse, *grads, d_extra.get("bias"), d_extra.get("sinks"))
+    errors = Expected._make(None if x is None else relative_error(x, y) for x, y in zip(have, want, strict=True))
+    found = [x for x in zip(Expected._fields, errors, limits, strict=True) if x[1] is not None]
+    if not all(error <= limit for _, error, limit in found):
+        report = ", ".join(f"{name} {error:.2e} (allowed {limit:.1e})" for name, error, limit in found)
+        raise AssertionError(f"relative errors against dense float64 attention: {report}")
+    return errors

@@ -8,7 +8,7 @@ first step the loss and the gradients are compared with those of dense attention
 Draws OUTPUT_DIR/demo.png and prints one JSON object as the last line. Exits with an error if ring and dense attention
 disagree, or if the loss did not fall.
 
-Everything that a model of your own needs is in four places: `pack_documents` (segment ids, labels), `put_on_ring` (storage
+Everything that a model of your own needs is in four places: `packing.py` (segment ids, labels), `put_on_ring` (storage
 order, sharding), `ring_attend` (the call) and `sequence_loss` (a model that never mentions the ring).
 """
 
@@ -22,7 +22,6 @@ import pydoc_data.topics
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ import numpy as np
 import ring_picture
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from packing import Batch, pack_documents
 from tqdm import tqdm
 
 from jax_ring_attention import ring_attention, to_layout
@@ -45,54 +45,13 @@ TOLERANCE = 1e-4  # relative error allowed between ring and dense attention, flo
 CLEAR_FALL = 0.9  # the last loss must be below this share of the first
 
 
-# Data: real documents of many lengths, packed into rows of one length.
-
-
-class Batch(NamedTuple):
-    """Integers per token, each (B, T) int32.
-
-    Attributes:
-      tokens: bytes; 0 in padding.
-      labels: the next byte of the same document; -1 where there is none.
-      segment_ids: number of the document within its row; -1 in padding.
-      positions: index of the token within its document, for rotary embeddings.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    segment_ids: np.ndarray
-    positions: np.ndarray
+# Data: real documents of many lengths, packed into rows of one length (`packing.py`).
 
 
 def read_documents(seed: int = 154) -> list[bytes]:
     """The topics of Python's own help system, about 450 KB of English, shuffled."""
     documents = [text.encode() for text in pydoc_data.topics.topics.values()]
     return [documents[i] for i in np.random.default_rng(seed).permutation(len(documents))]
-
-
-def pack_documents(documents: list[bytes], length: int) -> Batch:
-    """Rows of `length` tokens, in natural order. A document that does not fit is cut; the rest opens the next row as a new one.
-
-    A piece shorter than length / 16 is not worth cutting off: the row is padded instead.
-    """
-    rows: list[Batch] = []
-    room = 0
-    for document in documents:
-        while document:
-            if not room or (room < length // 16 and len(document) > room):
-                rows.append(Batch(*(np.full(length, fill, np.int32) for fill in (0, -1, -1, 0))))
-                room = length
-            row, start = rows[-1], length - room
-            piece, document = np.frombuffer(document[:room], np.uint8), document[room:]
-            here = slice(start, start + len(piece))
-            row.tokens[here] = piece
-            # Labels are shifted here, in natural order: once tokens are stored in another order, the token stored next is not
-            # the next token. The last token of a document has no label, so that no document predicts another one.
-            row.labels[here][:-1] = piece[1:]
-            row.segment_ids[here] = row.segment_ids.max() + 1
-            row.positions[here] = np.arange(len(piece))
-            room -= len(piece)
-    return Batch(*(np.stack(arrays) for arrays in zip(*rows, strict=True)))
 
 
 def put_on_ring(batch: Batch, mesh: Mesh) -> Batch:

@@ -2,123 +2,33 @@
 
     python scripts/ring_picture.py --documents 1366 405 1141 258 4619 --seq-len 8192 --devices 8
 
-Everything drawn comes from the library's own schedule, layouts and masks, so that the picture cannot drift from the code.
+The drawing is that of `python -m jax_ring_attention explain`, of one packed row, with what a training run adds.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
 import matplotlib
-import matplotlib.patches
 import numpy as np
 from matplotlib.figure import Figure
 
-from jax_ring_attention.layouts import storage_order
-from jax_ring_attention.masks import EMPTY, FULL, PARTIAL, Tokens, block_bounds, classify
+from jax_ring_attention.cli.blocks import block_kinds, blocks_per_device, device_loads, held_chunks
+from jax_ring_attention.cli.pictures import (
+    BLUE,
+    GREEN,
+    INK,
+    PURPLE,
+    draw_blocks,
+    draw_hops,
+    draw_loads,
+    draw_storage,
+    outline_documents,
+    save,
+)
 from jax_ring_attention.schedule import plan_hops
-
-CAUSAL = (None, 0)  # reach of a query: every key to its left, none to its right
-
-# Okabe and Ito's colours, which stay apart for every kind of colour vision.
-BLUE, ORANGE, GREEN, PURPLE, GREY, INK = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#E8E8E8", "#333333"
-KIND_COLORS = {EMPTY: GREY, PARTIAL: ORANGE, FULL: BLUE}
-KIND_NAMES = {FULL: "full: no mask", PARTIAL: "partial: mask", EMPTY: "empty: skipped"}
-
-
-def held_chunks(ring_size: int, chunk_length: int) -> np.ndarray:
-    """[device, hop]: rank whose key/value chunk the device holds, by the schedule that ring attention runs."""
-    ((stream,),) = (leg.streams for leg in plan_hops("ring", ring_size, chunk_length))
-    devices, hops = np.arange(ring_size)[:, None], np.arange(stream.hops + 1)[None, :]
-    return stream.source(devices, hops, ring_size)
-
-
-def block_kinds(segment_ids: np.ndarray, num_blocks: int, order: np.ndarray | None = None) -> np.ndarray:
-    """[query block, key block]: EMPTY, PARTIAL or FULL, causal within documents, for tokens stored in `order`."""
-    order = np.arange(len(segment_ids)) if order is None else order
-    tokens = Tokens(jnp.asarray(order, jnp.int32)[None], jnp.asarray(segment_ids[order], jnp.int32)[None])
-    bounds = block_bounds(tokens, len(order), num_blocks)
-    return np.asarray(classify(bounds, bounds, CAUSAL)[0])
-
-
-def device_loads(segment_ids: np.ndarray, ring_size: int, blocks_per_device: int, layout: str) -> np.ndarray:
-    """Block pairs that each device has to compute over all hops."""
-    order = storage_order(layout, ring_size, len(segment_ids))
-    kinds = block_kinds(segment_ids, ring_size * blocks_per_device, order)
-    return (kinds != EMPTY).reshape(ring_size, -1).sum(1)
-
-
-def blocks_per_device(length: int, ring_size: int, at_most: int = 4) -> int:
-    """Few enough blocks to read; an even number, so that none straddles the two pieces of a zigzag shard, if that divides."""
-    return next(n for n in (at_most, 2, 1) if length // ring_size % n == 0)
-
-
-def draw_hops(axes, ring_size: int, chunk_length: int) -> None:
-    held = held_chunks(ring_size, chunk_length)
-    axes.imshow(chunk_colors(ring_size)[held], aspect="equal", interpolation="nearest")
-    for (device, hop), source in np.ndenumerate(held):
-        axes.text(hop, device, str(source), **_chunk_label(source, ring_size))
-    _grid(axes, ring_size, "white", 2)
-    axes.set(xlabel="hop", ylabel="device", xticks=range(ring_size), yticks=range(ring_size))
-    axes.set_title("Key/value chunk in each device's hand")
-
-
-def draw_storage(axes, ring_size: int, layouts: Sequence[str]) -> None:
-    """Which device stores which part of the sequence: one strip per layout, in the colours of the chunks."""
-    pieces = 2 * ring_size
-    owner = [np.argsort(storage_order(layout, ring_size, pieces)) // 2 for layout in layouts]
-    colors = chunk_colors(ring_size)
-    for i, ranks in enumerate(owner):
-        axes.barh([i] * pieces, 1, left=range(pieces), height=0.72, color=colors[ranks], edgecolor="white", linewidth=1)
-        for piece, rank in enumerate(ranks):
-            axes.text(piece + 0.5, i, str(rank), **_chunk_label(rank, ring_size))
-    axes.set(xlim=(0, pieces), ylim=(len(layouts) - 0.5, -0.5), xticks=[0, pieces], xticklabels=["first token", "last token"])
-    axes.set_yticks(range(len(layouts)), layouts)
-    axes.get_xticklabels()[0].set_ha("left")
-    axes.get_xticklabels()[1].set_ha("right")
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-    axes.set_title("Device that stores each part of the sequence")
-
-
-def draw_blocks(axes, kinds: np.ndarray, segment_ids: np.ndarray) -> None:
-    num_blocks = len(kinds)
-    block = len(segment_ids) / num_blocks
-    shades = np.array([matplotlib.colors.to_rgb(KIND_COLORS[kind]) for kind in range(3)])
-    axes.imshow(shades[kinds], aspect="equal", interpolation="nearest")
-    _grid(axes, num_blocks, "white", 0.8)
-    edges = [0, *(np.flatnonzero(np.diff(segment_ids)) + 1), len(segment_ids)]
-    for first, end in itertools.pairwise(edges):
-        if segment_ids[first] >= 0:  # a document: its tokens see the triangle below its diagonal
-            low, high = first / block - 0.5, end / block - 0.5
-            axes.plot([low, high, low, low], [low, high, high, low], color=INK, linewidth=1.2)
-    ticks = np.linspace(0, num_blocks, 5)
-    labels = [f"{int(tick * block):,}" for tick in ticks]
-    axes.set_xticks(ticks - 0.5, labels)
-    axes.set_yticks(ticks - 0.5, labels)
-    axes.set(xlabel="key token", ylabel="query token")
-    axes.set_title("Blocks of one packed row (outlined: documents)")
-    handles = [matplotlib.patches.Patch(color=KIND_COLORS[kind]) for kind in KIND_NAMES]
-    names = [f"{name} ({(kinds == kind).mean():.0%})" for kind, name in KIND_NAMES.items()]
-    axes.legend(handles, names, loc="upper right", fontsize=9, framealpha=0.95, edgecolor="none")
-
-
-def draw_loads(axes, loads: dict[str, np.ndarray]) -> None:
-    colors, hatches = (GREEN, PURPLE), ("", "///")
-    width = 0.4
-    for i, (layout, load) in enumerate(loads.items()):
-        at = np.arange(len(load)) + (i - 0.5) * width
-        label = f"{layout} (max/mean {load.max() / load.mean():.2f})"
-        axes.bar(at, load, width, label=label, color=colors[i], hatch=hatches[i], edgecolor="white", linewidth=0.5)
-    axes.set(xlabel="device", ylabel="block pairs", xticks=range(len(load)))
-    axes.set_ylim(0, 1.35 * max(load.max() for load in loads.values()))
-    axes.legend(loc="upper left", fontsize=9, frameon=False, ncols=2)
-    axes.set_title("Work per device")
 
 
 def draw_memory(axes, memory: dict[str, int]) -> None:
@@ -140,25 +50,6 @@ def draw_losses(axes, losses: list[float], guess: float) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per byte)", ylim=(0.95 * min(losses), 1.06 * max(guess, *losses)))
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.set_title("Training with ring attention")
-
-
-def chunk_colors(ring_size: int) -> np.ndarray:
-    """One colour per chunk, from dark to light, so that they can be told apart by brightness alone."""
-    return matplotlib.colormaps["viridis"](np.linspace(0.08, 0.95, ring_size))
-
-
-def _chunk_label(source: int, ring_size: int) -> dict:
-    color = "white" if source < 0.6 * ring_size else INK
-    return {"ha": "center", "va": "center", "color": color, "fontsize": 11 * min(1, 8 / ring_size)}
-
-
-def _grid(axes, count: int, color: str, width: float) -> None:
-    """Lines between the cells of an image."""
-    lines = np.arange(1, count) - 0.5
-    axes.hlines(lines, -0.5, count - 0.5, color=color, linewidth=width)
-    axes.vlines(lines, -0.5, count - 0.5, color=color, linewidth=width)
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
 
 
 def draw(
@@ -186,9 +77,12 @@ def draw(
 
     figure = Figure(figsize=(5.6 * columns, 8), layout="constrained")  # not pyplot: no global state, no display needed
     grid = figure.subplots(2, columns, height_ratios=[3.1, 1])
-    draw_hops(grid[0, 0], ring_size, length // ring_size)
+    (leg,) = plan_hops("ring", ring_size, length // ring_size)
+    draw_hops(grid[0, 0], held_chunks(leg, leg.streams[0], ring_size), ring_size)
     draw_storage(grid[1, 0], ring_size, layouts)
-    draw_blocks(grid[0, 1], block_kinds(segment_ids, ring_size * per_device), segment_ids)
+    kinds = block_kinds(segment_ids, ring_size * per_device)
+    draw_blocks(grid[0, 1], kinds, length, "Blocks of one packed row (outlined: documents)")
+    outline_documents(grid[0, 1], segment_ids, len(kinds))
     draw_loads(grid[1, 1], loads)
     if losses is not None:
         draw_losses(grid[0, 2], losses, float(np.log(256)))
@@ -196,8 +90,7 @@ def draw(
     for axes in (grid[1, 1], *grid[:, 2:].flat):
         axes.spines[["top", "right"]].set_visible(False)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save(figure, path)
     return {layout: float(load.max() / load.mean()) for layout, load in loads.items()}
 
 

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def emulated_tpu(request):
-    """Tests with a parameter `implementation="mosaic_tpu"` run its kernels in the emulator; what was never written is NaN there."""
+    """Tests with a parameter `implementation="mosaic_tpu"` run in the emulator, where what was never written is NaN."""
     parameters = getattr(request.node, "callspec", None)
     if parameters is None or parameters.params.get("implementation") != "mosaic_tpu":
         yield

@@ -22,11 +22,11 @@ from jax_ring_attention import (
     SegmentIds,
     attention_chunk_grads,
     attention_chunk_stats,
+    compat,
     finalize_chunk_stats,
     merge_chunk_stats,
     ring_attention,
 )
-from jax_ring_attention import compat
 from jax_ring_attention.kernels.xla import XlaKernel
 from jax_ring_attention.testing import (
     AttentionInputs,

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 import pytest
 
+from jax_ring_attention.cli.blocks import block_kinds, device_loads
+from jax_ring_attention.layouts import storage_order
 from jax_ring_attention.masks import EMPTY, FULL, PARTIAL
 from jax_ring_attention.testing import visible_pairs
 
@@ -125,24 +127,16 @@ def test_demo_text_comes_with_python_and_is_the_same_every_time(demo):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_picture_shows_the_blocks_that_hold_visible_pairs(ring_picture, layout):
+def test_picture_shows_the_blocks_that_hold_visible_pairs(layout):
     length, ring_size, per_device = 64, 4, 2
     segment_ids = np.repeat([0, 1, 2, -1], [10, 3, 45, 6])
-    order = ring_picture.storage_order(layout, ring_size, length)
+    order = storage_order(layout, ring_size, length)
     seen = visible_pairs(length, length, is_causal=True, segment_ids=segment_ids[order][None], natural=(order, order))[0]
     blocks = seen.reshape(8, 8, 8, 8).swapaxes(1, 2)
     want = np.where(blocks.all((2, 3)), FULL, np.where(blocks.any((2, 3)), PARTIAL, EMPTY))
-    np.testing.assert_array_equal(ring_picture.block_kinds(segment_ids, 8, order), want)
-    loads = ring_picture.device_loads(segment_ids, ring_size, per_device, layout)
+    np.testing.assert_array_equal(block_kinds(segment_ids, 8, order), want)
+    loads = device_loads(segment_ids, ring_size, per_device, layout)
     np.testing.assert_array_equal(loads, (want != EMPTY).reshape(ring_size, -1).sum(1))
-
-
-@pytest.mark.fast
-def test_picture_shows_each_device_every_chunk_once_starting_with_its_own(ring_picture):
-    held = ring_picture.held_chunks(5, 16)
-    np.testing.assert_array_equal(held[:, 0], range(5))
-    np.testing.assert_array_equal(np.sort(held, axis=1), np.tile(range(5), (5, 1)))
-    np.testing.assert_array_equal(held[1:, 1:], held[:-1, :-1])  # what a device holds came from its neighbour, one hop ago
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8])

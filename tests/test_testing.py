@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import doctest
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import FLOAT32_TOLERANCE
+from cases import FLOAT32_TOLERANCE, ring_mesh
+from jax.sharding import AxisType, PartitionSpec
 
+import jax_ring_attention.testing
+from jax_ring_attention import from_layout, ring_attention, to_layout
 from jax_ring_attention.testing import (
     AttentionInputs,
     Expected,
     assert_close,
+    assert_matches_dense,
+    cpu_mesh,
     dense_attention,
     dense_expected,
     earned_tolerances,
+    emulated_devices,
     random_inputs,
     relative_error,
     value_and_grads,
@@ -214,3 +224,131 @@ def test_value_and_grads_pulls_the_given_cotangents_back():
     np.testing.assert_array_equal(dx, 2 * np.arange(3) + 5)
     np.testing.assert_array_equal(dy, [1, 1, 1])
     assert Expected._fields[:2] == ("out", "lse")
+
+
+# Emulated devices.
+
+
+@pytest.mark.fast
+def test_the_example_of_the_testing_module_runs():
+    failed, tried = doctest.testmod(jax_ring_attention.testing)
+    assert (failed, tried) == (0, 9)
+
+
+@pytest.mark.fast
+def test_meshes_of_emulated_devices():
+    assert emulated_devices(3) == jax.devices()[:3]
+    mesh = cpu_mesh(data=2, seq=4)
+    assert dict(mesh.shape) == {"data": 2, "seq": 4}
+    assert mesh.axis_types == (AxisType.Auto,) * 2
+    assert mesh.devices.ravel().tolist() == jax.devices()
+    assert cpu_mesh(AxisType.Explicit, seq=3).axis_types == (AxisType.Explicit,)
+
+
+@pytest.mark.fast
+def test_emulated_devices_refuse_what_they_cannot_give():
+    with pytest.raises(ValueError, match=r"9 emulated CPU devices are wanted but JAX is already up with 8.*conftest\.py"):
+        cpu_mesh(data=3, seq=3)
+    with pytest.raises(ValueError, match="count=0 must be at least 1"):
+        emulated_devices(0)
+    for sizes in ({}, {"seq": 0}, {"data": -2, "seq": -2}):
+        with pytest.raises(ValueError, match="axis sizes"):
+            cpu_mesh(**sizes)
+
+
+FRESH = """
+from jax_ring_attention.testing import cpu_mesh, emulated_devices
+import jax
+assert jax.config.jax_num_cpu_devices < 1
+print(cpu_mesh(seq=5).size, len(emulated_devices(2)), len(jax.devices("cpu")))
+"""
+
+
+def test_a_fresh_process_gets_the_devices_that_the_first_call_wants():
+    done = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["5", "2", "5"], done.stderr
+
+
+# The whole comparison.
+
+
+CAUSAL = visible_pairs(16, 16, is_causal=True)[:, None]
+STRIPED = {"layout": "striped", "num_shards": 4}
+
+
+def causal_ring(query, key, value, **options):
+    mesh, spec = ring_mesh(4), PartitionSpec(None, "seq")
+    return ring_attention(query, key, value, is_causal=True, layout="striped", mesh=mesh, spec=spec, **options)
+
+
+def causal_striped(query, key, value):
+    """`(out, lse)` of the striped order, without a ring: it compiles faster."""
+    natural = (from_layout(x, "striped", 4) for x in (query, key, value))
+    return tuple(to_layout(x, "striped", 4) for x in dense_attention(*natural, CAUSAL, dtype=jnp.float32))
+
+
+def causal_out(*arrays):
+    return causal_striped(*arrays)[0]
+
+
+def scaled_gradient(x, factor):
+    """x, but its gradient comes back multiplied by `factor`."""
+    return jax.lax.stop_gradient(x) * (1 - factor) + x * factor
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_ring_attention_matches_dense_with_all_that_is_differentiable(dtype):
+    inputs = random_inputs(9, 2, 16, heads=4, kv_heads=2, value_dim=6, dtype=dtype)
+    rng = np.random.default_rng(10)
+    bias, sinks = rng.normal(size=(1, 4, 1, 16)).astype(np.float32), rng.normal(size=4).astype(np.float32)
+
+    def with_lse(query, key, value, bias, sinks):
+        return causal_ring(query, key, value, bias=bias, sinks=sinks, scale=0.3, return_residual=True)
+
+    errors = assert_matches_dense(with_lse, inputs, CAUSAL, bias=bias, sinks=sinks, scale=0.3, **STRIPED)
+    assert all(0 < x < (1e-6 if dtype == jnp.float32 else 0.1) for x in errors)
+
+
+@pytest.mark.fast
+def test_matching_dense_fails_for_each_thing_that_is_wrong():
+    inputs = random_inputs(11, query_length=16)
+    wrong = {
+        "out": lambda *x: causal_out(*x) * (1 + 1e-5),
+        "lse": lambda *x: (lambda out, lse: (out, lse + 1e-4))(*causal_striped(*x)),
+        "d_query": lambda query, *x: causal_out(scaled_gradient(query, 1.001), *x),
+        "d_key": lambda query, key, value: causal_out(query, scaled_gradient(key, 1.001), value),
+        "d_value": lambda query, key, value: causal_out(query, key, scaled_gradient(value, 1.001)),
+        "d_query ": lambda *x: (lambda out, lse: (out, scaled_gradient(lse, 1.01)))(*causal_striped(*x)),
+    }
+    assert None not in assert_matches_dense(causal_striped, inputs, CAUSAL, **STRIPED)[:5]
+    errors = assert_matches_dense(causal_out, inputs, CAUSAL, **STRIPED)
+    assert [name for name, x in zip(Expected._fields, errors, strict=True) if x is None] == ["lse", "d_bias", "d_sinks"]
+    for name, attention in wrong.items():
+        with pytest.raises(AssertionError, match=rf"{name.strip()} \d\.\d+e-0[1-5] \(allowed"):
+            assert_matches_dense(attention, inputs, CAUSAL, **STRIPED)
+    with pytest.raises(AssertionError):  # the mask
+        assert_matches_dense(causal_out, inputs, **STRIPED)
+    with pytest.raises(AssertionError):  # the order
+        assert_matches_dense(causal_out, inputs, CAUSAL)
+
+
+@pytest.mark.fast
+def test_matching_dense_uses_the_cotangent_and_the_tolerance_that_are_given():
+    inputs = random_inputs(12, query_length=16)
+    attention = lambda *x: causal_out(*x) * 1.001  # noqa: E731
+    errors = assert_matches_dense(attention, inputs, CAUSAL, tolerance=2e-3, **STRIPED)
+    assert errors.out == pytest.approx(1e-3, rel=1e-2)
+    with pytest.raises(AssertionError, match=r"allowed 5.0e-04"):
+        assert_matches_dense(attention, inputs, CAUSAL, tolerance=5e-4, **STRIPED)
+    with pytest.raises(AssertionError):
+        assert_matches_dense(attention, inputs, CAUSAL, tolerance=float("nan"), **STRIPED)
+    with pytest.raises(ValueError, match="attention returns out alone"):
+        assert_matches_dense(causal_out, inputs, CAUSAL, d_lse=np.ones((1, 16, 2)), **STRIPED)
+
+    def forgets_lse(*arrays):
+        out, lse = causal_striped(*arrays)
+        return out, jax.lax.stop_gradient(lse)
+
+    assert_matches_dense(forgets_lse, inputs, CAUSAL, d_lse=np.zeros((1, 16, 2)), **STRIPED)
+    with pytest.raises(AssertionError):
+        assert_matches_dense(forgets_lse, inputs, CAUSAL, **STRIPED)

@@ -206,7 +206,7 @@ class Kernel(abc.ABC):
     ) -> tuple[Any, jax.Array | None, Any]:
         """`(d_query + this chunk's, d_bias + this chunk's, d_chunk)` in accumulator dtype; d_chunk is arranged like the chunk.
 
-        With `rounded`, d_chunk is finished, nobody adds to it, and it has the chunk's dtype.
+        With `rounded`, d_chunk is finished, nobody adds to it, and it may have the chunk's dtype.
         """
         raise NotImplementedError(f"kernel {self.name!r} has no backward pass of its own")
 

@@ -2,8 +2,8 @@
 
 Tokens run along lanes: query, d_output and output are (B, K, G, head dim, T), value is (B, K, Hv, S), only key is (B, K, S, H),
 where G = N / K query heads share a key/value head. sum, max, lse and delta are (B, K, G, 1, T); max and lse are in units of log2
-for the whole ring. Lengths are padded to whole blocks, head dims to whole sublanes. d_query is (B, K, G * T / block_q, H, block_q), d_key
-and d_value are (B, K, H or Hv, S); d_query and d_key are without the factor `scale` until they are unpacked.
+for the whole ring. d_query is (B, K, G * T / block_q, H, block_q), d_key and d_value are (B, K, H or Hv, S); d_query and d_key
+are without the factor `scale` until they are unpacked. Lengths are padded to whole blocks, head dims to whole sublanes.
 
 Pallas is imported only when a kernel is built.
 """
@@ -207,7 +207,7 @@ class MosaicTpuKernel(Kernel):
         return forward.fold_chunk(self.shape, self.forward, query, chunk, steps, self._compared(tokens), carry)
 
     def fold_grads(
-        self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array, d_bias: Any
+        self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array, d_bias: Any, rounded: bool
     ) -> tuple[jax.Array, Any, KeyValue]:
         from jax_ring_attention.kernels.mosaic_tpu import backward  # see the module docstring
 

@@ -61,7 +61,7 @@ def grads_chunk(
 
     def head_and_block(code):  # indices are no floor divisions of signed numbers
         unit = start + inner(code)
-        return lax.div(unit, blocks_q), lax.rem(unit, blocks_q)
+        return lax.div(unit, jnp.int32(blocks_q)), lax.rem(unit, jnp.int32(blocks_q))
 
     blocks = launch.Blocks(steps)
 
