@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import mesh_of, ring_mesh
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import Program
 
 from jax_ring_attention import Positions, SegmentIds, attention_chunk_stats, compat, merge_chunk_stats, ring_attention
 from jax_ring_attention.kernels.mosaic_gpu import MosaicGpuKernel
@@ -352,6 +355,33 @@ def test_merged_public_statistics_differentiate():
         return out.astype(query.dtype), lse
 
     compare(inputs, {}, attend)
+
+
+@pytest.mark.gpu
+def test_transfers_of_a_ring_of_eight_gpus_hide_behind_the_kernels():
+    """Compiled ahead of time for GPUs that are not here: in every loop the sends start before a kernel and are awaited after it."""
+    devices = topologies.get_topology_desc(platform="cuda", topology_name="h", topology="1x1x8").devices
+    mesh = Mesh(np.asarray(devices), ("seq",))
+    spec = P(None, "seq")
+    struct = jax.ShapeDtypeStruct((1, 8 * 1024, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    def loss(q, k, v):
+        return hopper(q, k, v, is_causal=True, layout="zigzag", mesh=mesh, spec=spec).astype(jnp.float32).sum()
+
+    program = Program(jax.jit(jax.grad(loss, (0, 1, 2))).lower(struct, struct, struct).compile().as_text())
+    loops = 0
+    for name, body in program.computations.items():
+        sends = [i for i, one in enumerate(body) if one.opcode == "collective-permute-start"]
+        kernels = [i for i, one in enumerate(body) if one.opcode == "custom-call" and "mosaic_gpu" in one.attributes]
+        if name == program.entry or not sends:
+            continue
+        loops += 1
+        for i in sends:
+            (done,) = (
+                j for j, one in enumerate(body) if one.opcode == "collective-permute-done" and body[i].name in one.operands
+            )
+            assert any(i < kernel < done for kernel in kernels), [one.opcode for one in body[i:done]]
+    assert loops == 2
 
 
 @pytest.mark.gpu
