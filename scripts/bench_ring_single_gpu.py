@@ -4,7 +4,7 @@ Claims under test, for implementation="mosaic_gpu", bfloat16, 16 heads, forward 
 
 * chunking: 8192 queries that fold 8 chunks of 8192 keys one at a time take as long as one call over 65536 keys;
 * balance: one rank of a causal zigzag ring of 8 does, over all hops, half of the work without a mask. Its positions are given as
-  arrays, so block lists are made on the device, as in a ring;
+  arrays, so block lists are made on the device, as in a ring; the gradients that travel are not added to one another here;
 * hiding: the average hop of that rank takes longer than its transfer. A hop sends key and value, backward their float32 gradients
   too. Link speeds are nominal, per direction: 450 GB/s NVLink 4, 50 GB/s InfiniBand NDR; no link is measured here.
 
