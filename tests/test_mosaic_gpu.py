@@ -332,6 +332,30 @@ def test_deterministic_gradients_are_the_same_bit_by_bit(head_dim, is_causal):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_scan_over_layers_equals_a_loop(remat):
+    """The backward kernel adds to d_query in place: every layer must start from zeros of its own."""
+    inputs = random_inputs(11, 1, 512, heads=2, head_dim=64, dtype=jnp.bfloat16)
+    scales = jnp.asarray(np.random.default_rng(11).normal(size=(4, 3)), jnp.bfloat16)
+
+    def layer(x, scale):
+        return hopper(x * scale[0], x * scale[1], x * scale[2], is_causal=True) + x
+
+    layer = jax.checkpoint(layer) if remat else layer
+
+    def scanned(x, scales):
+        return jax.lax.scan(lambda x, scale: (layer(x, scale), None), x, scales)[0]
+
+    def unrolled(x, scales):
+        for scale in scales:
+            x = layer(x, scale)
+        return x
+
+    have, want = (value_and_grads(f, (inputs.query, scales), inputs.d_out) for f in (scanned, unrolled))
+    assert_close(jax.tree.leaves(have), jax.tree.leaves(want), 1e-2)
+
+
+@pytest.mark.gpu
 def test_vmap_and_x64_change_nothing():
     inputs = random_inputs(7, 3, 256, heads=2, head_dim=64, dtype=jnp.bfloat16)
     loss_grad = jax.grad(lambda q, k, v, d: (hopper(q, k, v) * d).astype(jnp.float32).sum(), (0, 1, 2))
