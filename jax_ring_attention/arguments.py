@@ -139,6 +139,12 @@ def attention_block_sizes(block_sizes: Any) -> BlockSizes:
     return sizes
 
 
+def attention_deterministic(deterministic: Any) -> bool:
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"deterministic={deterministic!r} must be True or False.")
+    return deterministic
+
+
 def token_sides(
     name: str, given: Any, batch: int, query_length: int, key_length: int
 ) -> tuple[jax.Array | None, jax.Array | None]:
@@ -228,7 +234,7 @@ def refuse_keywords(function: str, unsupported: dict[str, Any]) -> None:
         return
     name = next(iter(unsupported))
     hint = ""
-    if "dropout" in name or name == "deterministic":
+    if "dropout" in name:
         hint = " Attention dropout is not supported: leave it out, or apply dropout to the output."
     elif name in ("causal", "window_size", "sm_scale", "softcap", "attn_mask", "attn_bias"):
         renamed = {

@@ -72,6 +72,7 @@ def attention_chunk_stats(
     carry: ChunkStats | None = None,
     implementation: str | None = None,
     block_sizes: Any = None,
+    deterministic: bool = False,
     **unsupported: Any,
 ) -> ChunkStats:
     """Online-softmax statistics of queries over one key/value chunk.
@@ -96,6 +97,7 @@ def attention_chunk_stats(
       carry: statistics of other keys for the same queries, same ranks.
       implementation: a name in `KERNELS`; None takes the first that accepts.
       block_sizes: `BlockSizes`, a pair or an int.
+      deterministic: gradients are the same bit by bit from run to run, see `ring_attention`.
 
     Returns:
       `ChunkStats`: output (B, T, N, Hv), sum (B, T, N), max (B, T, N), float32 (float64 for float64 inputs), with query's rank.
@@ -124,6 +126,7 @@ def attention_chunk_stats(
         positions=positions,
         logits_soft_cap=logits_soft_cap,
         block_sizes=block_sizes,
+        deterministic=deterministic,
     )
     kernel = select_kernel((problem,), implementation)
     shape, accumulator = query.shape[:-1], accumulator_dtype(query.dtype)
@@ -154,6 +157,7 @@ def attention_chunk_grads(
     carry: tuple[jax.Array, ...] | None = None,
     implementation: str | None = None,
     block_sizes: Any = None,
+    deterministic: bool = False,
     **unsupported: Any,
 ) -> tuple[jax.Array, ...]:
     """One chunk's share of the gradients of attention over all chunks.
@@ -202,6 +206,7 @@ def attention_chunk_grads(
         positions=positions,
         logits_soft_cap=logits_soft_cap,
         block_sizes=block_sizes,
+        deterministic=deterministic,
     )
     kernel = select_kernel((problem,), implementation)
     if not kernel.has_grads:
@@ -248,6 +253,7 @@ def _chunk_problem(query, key, value, bias, mask, *, positions, segment_ids, **o
         row_wise=any(side.row_wise for side in tokens),
         has_mask=mask is not None,
         has_bias=bias is not None,
+        deterministic=args.attention_deterministic(options["deterministic"]),
         block_sizes=args.attention_block_sizes(options["block_sizes"]),
         precision=compat.default_matmul_precision(),
     )

@@ -131,6 +131,17 @@ def load_whole(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
+def store_whole(ref: Any, value: jax.Array) -> None:
+    """Store registers to all of a reference to global memory in Mosaic GPU, also in pieces smaller than a sector."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    store = getattr(plgpu, "store", None)  # 0.12 refuses such pieces unless told; 0.11 has no store and refuses nothing
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)
+
+
 _untransposable_p = Primitive("untransposable")
 _untransposable_p.def_impl(lambda x, *, message: x)
 _untransposable_p.def_abstract_eval(lambda x, *, message: x)

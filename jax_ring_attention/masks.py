@@ -14,10 +14,11 @@ empty pairs are skipped, full pairs run without a mask, only partial pairs compa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ring_attention.schedule import Reach
 
@@ -82,14 +83,20 @@ def token_integers(
     return Tokens(position, segment)
 
 
+def _numpy_for(*arrays: Any) -> Any:
+    """numpy where everything is known while JAX traces, so that what follows from it is known too; else jax.numpy."""
+    return np if all(x is None or isinstance(x, np.ndarray) for x in arrays) else jnp
+
+
 def pad_tokens(tokens: Tokens, length: int, padded: int) -> Tokens:
     """Tokens of `length` extended to `padded` with padding tokens."""
     if padded == length:
         return tokens
+    numpy = _numpy_for(*tokens)
     extra = ((0, 0), (0, padded - length))
-    segment = jnp.zeros((1, length), jnp.int32) if tokens.segment is None else tokens.segment
-    position = None if tokens.position is None else jnp.pad(tokens.position, extra)
-    return Tokens(position, jnp.pad(segment, extra, constant_values=-1))
+    segment = numpy.zeros((1, length), np.int32) if tokens.segment is None else tokens.segment
+    position = None if tokens.position is None else numpy.pad(tokens.position, extra)
+    return Tokens(position, numpy.pad(segment, extra, constant_values=-1))
 
 
 def zero_padding(tokens: Tokens, *arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -138,18 +145,19 @@ class Bounds(NamedTuple):
 
 
 def block_bounds(tokens: Tokens, length: int, num_blocks: int) -> Bounds:
-    """Bounds of `tokens`; `num_blocks` divides their `length`."""
+    """Bounds of `tokens`; `num_blocks` divides their `length`. numpy arrays give numpy arrays, here and below."""
+    numpy = _numpy_for(*tokens)
 
     def blocks(x):
-        x = jnp.zeros((1, length), jnp.int32) if x is None else x
+        x = numpy.zeros((1, length), np.int32) if x is None else x
         return x.reshape(x.shape[0], num_blocks, -1)
 
     position, segment = blocks(tokens.position), blocks(tokens.segment)
     real = segment >= 0
     return Bounds(
-        jnp.where(real, position, _INT_MAX).min(-1),
-        jnp.where(real, position, _INT_MIN).max(-1),
-        jnp.where(real, segment, _INT_MAX).min(-1),
+        numpy.where(real, position, _INT_MAX).min(-1),
+        numpy.where(real, position, _INT_MIN).max(-1),
+        numpy.where(real, segment, _INT_MAX).min(-1),
         segment.max(-1),
         real.all(-1),
         real.any(-1),
@@ -161,6 +169,7 @@ def classify(query: Bounds, key: Bounds, reach: Reach) -> jax.Array:
 
     Sound, not complete: a pair called EMPTY has no visible token pair and a pair called FULL has no hidden one.
     """
+    numpy = _numpy_for(*query, *key)
     q = Bounds(*(x[:, :, None] for x in query))
     k = Bounds(*(x[:, None, :] for x in key))
     empty = ~q.any_real | ~k.any_real | (q.segment_max < k.segment_min) | (k.segment_max < q.segment_min)
@@ -168,15 +177,15 @@ def classify(query: Bounds, key: Bounds, reach: Reach) -> jax.Array:
     full = q.all_real & k.all_real & one_segment
     left, right = reach
     # Blocks without real tokens have min = INT_MAX, so sums are taken on the clipped side that cannot wrap.
-    q_min = jnp.minimum(q.position_min, MAX_POSITION)
-    q_max = jnp.maximum(q.position_max, -MAX_POSITION)
+    q_min = numpy.minimum(q.position_min, MAX_POSITION)
+    q_max = numpy.maximum(q.position_max, -MAX_POSITION)
     if left is not None:
         empty |= k.position_max < q_min - left
         full &= k.position_min >= q_max - left
     if right is not None:
         empty |= k.position_min > q_max + right
         full &= k.position_max <= q_min + right
-    return jnp.where(empty, EMPTY, jnp.where(full, FULL, PARTIAL)).astype(jnp.int32)
+    return numpy.where(empty, EMPTY, numpy.where(full, FULL, PARTIAL)).astype(np.int32)
 
 
 class ActiveBlocks(NamedTuple):
@@ -195,6 +204,8 @@ class ActiveBlocks(NamedTuple):
 
 def active_blocks(kinds: jax.Array) -> ActiveBlocks:
     """`ActiveBlocks` of a table (..., rows, columns) of EMPTY / PARTIAL / FULL."""
-    order = jnp.argsort(kinds, axis=-1, stable=True).astype(jnp.int32)
-    full = (kinds == FULL).sum(-1, dtype=jnp.int32)
-    return ActiveBlocks(order, full, full + (kinds == PARTIAL).sum(-1, dtype=jnp.int32))
+    numpy, columns = _numpy_for(kinds), kinds.shape[-1]
+    # One operand to sort, not a kind and its column: distinct numbers, so the order is that of a stable sort by kind.
+    order = numpy.sort(kinds * columns + numpy.arange(columns, dtype=np.int32), axis=-1) % columns
+    full = (kinds == FULL).sum(-1, dtype=np.int32)
+    return ActiveBlocks(order.astype(np.int32), full, full + (kinds == PARTIAL).sum(-1, dtype=np.int32))

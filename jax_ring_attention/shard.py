@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jax_ring_attention.kernels.contract import Dense, Kernel, Problem, Scope
@@ -152,7 +153,15 @@ class Shard:
         chunk_length = ring.problem.key_shape[1]
         natural = shard_positions(ring.layout, source, ring.size, chunk_length)
         tokens = self._key_tokens(natural[stream.start : stream.start + stream.size], chunk)
-        return Scope(self.query_tokens, tokens, self.dense, source * chunk_length + stream.start)
+        return Scope(self.query_tokens, tokens, self.dense, source * chunk_length + stream.start, self._known_positions(stream))
+
+    def _known_positions(self, stream: Stream) -> tuple[Any, Any] | None:
+        """On one device tokens are stored in natural order, unless somebody says otherwise."""
+        integers, problem = self.integers, self.ring.problem
+        if self.ring.size > 1 or problem.reach == (None, None) or any(x is not None for x in integers[:-1]):
+            return None
+        query = np.arange(problem.query_shape[1], dtype=np.int32)[None]
+        return query, np.arange(stream.start, stream.start + stream.size, dtype=np.int32)[None]
 
     def gathered_chunk(self) -> tuple[Chunk, Scope]:
         """The chunks of all ranks as one, in rank order, and who sees whom in it."""

@@ -1,12 +1,14 @@
-"""Time the Hopper kernels against cuDNN on one GPU, in one process.
+"""Time the Hopper kernels against other attention on one GPU.
 
-Claim under test: `ring_attention` with implementation="mosaic_gpu" against `jax.nn.dot_product_attention(implementation="cudnn")`
-on the same arrays, forward and backward, bfloat16, 16 heads. Also the cost of chunking: 8192 queries that fold 8 chunks of 8192
-keys one at a time, against one call over 65536 keys.
+Claim under test: `ring_attention` with implementation="mosaic_gpu" against cuDNN (`jax.nn.dot_product_attention`), tokamax and
+FlashAttention-4 where they are installed, and JAX's own `attention_mgpu` (in float16, the only dtype whose results it stores), on
+the same arrays, forward and backward, 16 heads. Also what `deterministic=True` costs.
 
-Correctness is checked before anything is timed. A reference that runs out of memory is reported, not fatal. Times are medians of
-repeated calls on the host clock with the device kept busy; backward is forward+backward minus forward. TFLOP/s count 4 B N T S H
-forward and 2.5 times that backward, half when causal. Prints a table and one JSON object as the last line.
+Every shape is measured in a process of its own with a time limit. Its results are compared with the first other implementation
+that runs, or with implementation="xla", before anything is timed; one that refuses or runs out of memory is reported, not fatal.
+Times are medians of repeated calls on the host clock with the device kept busy; backward is forward+backward minus forward.
+TFLOP/s count 2 B N T S (H + Hv) forward and 2 B N T S (3 H + 2 Hv) backward, half when causal. Prints a table and, as the last
+line, one JSON object; `--png` draws the table.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import functools
 import json
 import statistics
+import subprocess
 import sys
 import time
 
@@ -24,16 +27,17 @@ import jax.numpy as jnp
 from jax_ring_attention import ring_attention
 
 HEADS = 16
+OURS = "mosaic_gpu"
 
 
-def seconds(function, *arguments, rounds=5, calls=8):
-    jax.block_until_ready(function(*arguments))
+def seconds(function, *arguments, rounds=5, calls=8, wait=jax.block_until_ready):
+    wait(function(*arguments))
     taken = []
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(calls):
             result = function(*arguments)
-        jax.block_until_ready(result)
+        wait(result)
         taken.append((time.perf_counter() - start) / calls)
     return statistics.median(taken)
 
@@ -46,13 +50,16 @@ def gradient(attention):
     return jax.jit(both)
 
 
-def check(ours, theirs, arguments, tolerance=1e-2):
-    """Relative difference, in norm, of outputs and gradients of two bfloat16 computations."""
-    for a, b in zip(jax.tree.leaves(gradient(ours)(*arguments)), jax.tree.leaves(gradient(theirs)(*arguments)), strict=True):
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        error = float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
-        if not error < tolerance:
-            raise SystemExit(f"outputs or gradients differ by {error:.1e}, allowed {tolerance:.0e}: nothing is timed")
+def difference(have, want):
+    """Largest relative difference, in norm, of outputs and gradients."""
+    pairs = zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True)
+    pairs = ((a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs)
+    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs)
+
+
+def check(have, want, tolerance=1e-2):
+    if not (error := difference(have, want)) < tolerance:
+        raise SystemExit(f"outputs or gradients differ by {error:.1e}, allowed {tolerance:.0e}: nothing is timed")
 
 
 def both_directions(attention, arguments):
@@ -60,87 +67,209 @@ def both_directions(attention, arguments):
     return {"forward": forward, "backward": seconds(gradient(attention), *arguments) - forward}
 
 
-def against_cudnn(batch, length, head_dim, causal):
-    keys = jax.random.split(jax.random.key(length + head_dim), 4)
-    arguments = [jax.random.normal(key, (batch, length, HEADS, head_dim), jnp.bfloat16) for key in keys]
-    ours = functools.partial(ring_attention, implementation="mosaic_gpu", is_causal=causal)
-    cudnn = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=causal)
-    check(ours, cudnn, arguments)
-    mine, theirs = both_directions(ours, arguments), both_directions(cudnn, arguments)
-    flops = 4 * batch * HEADS * length**2 * head_dim / (2 if causal else 1)
-    return [
-        {
-            "work": f"{batch}x{length} D{head_dim} {'causal' if causal else 'full'}",
-            "direction": direction,
-            "tflops": flops * factor / mine[direction] / 1e12,
-            "cudnn_tflops": flops * factor / theirs[direction] / 1e12,
-            "over_cudnn": theirs[direction] / mine[direction],
-        }
-        for direction, factor in (("forward", 1.0), ("backward", 2.5))
-    ]
-
-
-def cost_of_chunking(head_dim, chunks=8, length=8192):
-    keys = jax.random.split(jax.random.key(1), 4)
-    query, d_out = (jax.random.normal(key, (1, length, HEADS, head_dim), jnp.bfloat16) for key in keys[:2])
-    key, value = (jax.random.normal(key, (1, chunks * length, HEADS, head_dim), jnp.bfloat16) for key in keys[2:])
-    whole = functools.partial(ring_attention, implementation="mosaic_gpu")
-
-    def in_chunks(query, key, value):
-        return whole(query, jnp.split(key, chunks, axis=1), jnp.split(value, chunks, axis=1))
-
-    check(in_chunks, whole, (query, key, value, d_out))
-    split, one = both_directions(in_chunks, (query, key, value, d_out)), both_directions(whole, (query, key, value, d_out))
-    flops = 4 * HEADS * length * chunks * length * head_dim
-    return [
-        {
-            "work": f"{chunks} chunks of {length} D{head_dim}",
-            "direction": direction,
-            "tflops": flops * factor / split[direction] / 1e12,
-            "over_one_call": one[direction] / split[direction],
-        }
-        for direction, factor in (("forward", 1.0), ("backward", 2.5))
-    ]
-
-
 def matmul_tflops(size=8192):
     a = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     return 2 * size**3 / seconds(jax.jit(lambda a: a @ a), a) / 1e12
 
 
+# The others. Each gives, for a work item, a function of (query, key, value); what it cannot do it raises.
+
+
+def tokamax_attention(is_causal):
+    import tokamax
+
+    return functools.partial(tokamax.dot_product_attention, is_causal=is_causal)
+
+
+def jax_attention_mgpu(is_causal):
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    blocks = dict.fromkeys(("block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), 64)
+    config = attention_mgpu.TuningConfig(
+        block_q=64, block_kv=128, max_concurrent_steps=2, causal=is_causal, compute_wgs_bwd=2, **blocks
+    )
+
+    def attend(query, key, value):  # it has no scale
+        if max(query.shape[3], value.shape[3]) > 128 or query.shape != value.shape:
+            raise NotImplementedError("head dims up to 128, equal")
+        return attention_mgpu.attention(query * query.shape[3] ** -0.5, key, value, config)
+
+    return attend
+
+
+def time_flash_attention_4(arguments, is_causal):
+    """It is a PyTorch library: the arrays are shared, and the results are given back as JAX arrays."""
+    import torch
+    from flash_attn.cute import flash_attn_func
+
+    query, key, value, d_out = (torch.from_dlpack(x).detach() for x in arguments)
+    for x in (query, key, value):
+        x.requires_grad_()
+
+    def forward():
+        out = flash_attn_func(query, key, value, causal=is_causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    def both():
+        out = forward()
+        return out, torch.autograd.grad(out, (query, key, value), d_out)
+
+    def wait(_):
+        torch.cuda.synchronize()
+
+    out, grads = both()
+    results = [jnp.from_dlpack(x.detach().contiguous()) for x in (out, *grads)]
+    with torch.no_grad():
+        taken = seconds(forward, wait=wait)
+    return results, {"forward": taken, "backward": seconds(both, wait=wait) - taken}
+
+
+PEERS = {
+    "cudnn": (jnp.bfloat16, lambda c: functools.partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=c)),
+    "tokamax": (jnp.bfloat16, tokamax_attention),
+    "attention_mgpu (float16)": (jnp.float16, jax_attention_mgpu),
+}
+
+
+def first_line(error):
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+
+
+def measure(work):
+    """Rows of one shape: one for each implementation and direction."""
+    batch, length, dim, value_dim, causal = (work[x] for x in ("batch", "length", "head_dim", "value_dim", "causal"))
+    keys = jax.random.split(jax.random.key(length + dim), 4)
+    shapes = [(batch, length, HEADS, n) for n in (dim, dim, value_dim, value_dim)]
+    arguments = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
+    ours = functools.partial(ring_attention, implementation=OURS, is_causal=causal)
+    repeatable = functools.partial(ours, deterministic=True)
+    have = gradient(ours)(*arguments)
+    check(gradient(repeatable)(*arguments), have)
+    times, refused, checked = {}, {}, False
+    for name, (dtype, make) in PEERS.items():
+        cast = [x.astype(dtype) for x in arguments]
+        try:
+            attention = make(causal)
+            want = jax.block_until_ready(gradient(attention)(*cast))
+        except NotImplementedError as error:
+            refused[name] = first_line(error)
+            try:  # some have no backward pass here
+                want = jax.block_until_ready(jax.jit(attention)(*cast[:3]))
+                check(have[0], want)
+                times[name] = {"forward": seconds(jax.jit(attention), *cast[:3])}
+            except Exception as again:  # anything: it is not ours
+                refused[name] = first_line(again)
+            continue
+        except Exception as error:  # not installed, out of memory, not for this shape
+            refused[name] = first_line(error)
+            continue
+        check(have, want)
+        checked = True
+        times[name] = both_directions(attention, cast)
+    try:
+        want, taken = time_flash_attention_4(arguments, causal)
+        check(jax.tree.leaves(have), want)
+        checked, times["flash attention 4"] = True, taken
+    except Exception as error:
+        refused["flash attention 4"] = first_line(error)
+    if not checked:
+        one = [x[:1, : min(length, 4096)].astype(jnp.float32) for x in arguments]
+        reference = functools.partial(ring_attention, implementation="xla", is_causal=causal)
+        check(gradient(ours)(*(x.astype(jnp.bfloat16) for x in one)), gradient(reference)(*one))
+    times[OURS] = both_directions(ours, arguments)
+    if max(dim, value_dim) <= 128:  # above, it is what runs anyway
+        times["deterministic"] = {"backward": both_directions(repeatable, arguments)["backward"]}
+    pairs = 2 * batch * HEADS * length**2 / (2 if causal else 1)
+    flops = {"forward": pairs * (dim + value_dim), "backward": pairs * (3 * dim + 2 * value_dim)}
+    heads = f"D{dim}" if dim == value_dim else f"D{dim}/{value_dim}"
+    rows = [
+        {
+            "work": f"{batch}x{length} {heads} {'causal' if causal else 'full'}",
+            "direction": direction,
+            "implementation": name,
+            "tflops": flops[direction] / taken / 1e12,
+            "over_ours": times[OURS][direction] / taken,
+        }
+        for name, directions in times.items()
+        for direction, taken in directions.items()
+    ]
+    return {"rows": rows, "refused": refused}
+
+
+def in_own_process(script, work, limit):
+    """What `script --one WORK` prints last, or why there is nothing: a kernel that hangs must not take the others with it."""
+    command = [sys.executable, script, "--one", json.dumps(work)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no result within {limit} s"}
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def draw(path, results):
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for result in results.values() for row in result.get("rows", ())]
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    works = list(dict.fromkeys(row["work"] for row in rows))
+    figure, axes = plt.subplots(1, 2, figsize=(14, 0.5 + 0.12 * len(works) * (len(names) + 2)), sharey=True, layout="constrained")
+    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+        for i, name in enumerate(names):
+            speed = {r["work"]: r["tflops"] for r in rows if (r["direction"], r["implementation"]) == (direction, name)}
+            places = [works.index(work) + (i - len(names) / 2) * 0.8 / len(names) for work in speed]
+            axis.barh(places, list(speed.values()), 0.8 / len(names), label=name)
+        axis.set(title=direction, xlabel="TFLOP/s", yticks=range(len(works)), yticklabels=works)
+    axes[0].invert_yaxis()
+    axes[1].legend()
+    figure.savefig(path, dpi=150)
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["1x16384", "4x4096"], help="BATCHxLENGTH")
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[128, 64])
+    parser.add_argument("--head-dims", nargs="+", default=["64", "128", "192/128", "256"], help="H or H/Hv")
+    parser.add_argument("--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"])
+    parser.add_argument("--limit", type=float, default=90, help="seconds for each shape")
+    parser.add_argument("--png", help="draw the table here")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if jax.default_backend() != "gpu":
-        raise SystemExit(f"this needs a Hopper GPU; the backend here is {jax.default_backend()!r}")
-
-    device, ceiling = jax.devices()[0].device_kind, matmul_tflops()
-    print(f"{device}, jax {jax.__version__}; bfloat16 matmul {ceiling:.0f} TFLOP/s", flush=True)
-    runs = [functools.partial(cost_of_chunking, head_dim) for head_dim in options.head_dims[:1]]
-    for head_dim in options.head_dims:
+    if options.one:
+        work = json.loads(options.one)
+        print(json.dumps(measure(work) if work else about_this_device()))
+        return
+    about = in_own_process(__file__, {}, options.limit)
+    if "failed" in about:
+        raise SystemExit(f"this needs a Hopper GPU: {about['failed']}")
+    print(f"{about['device']}, jax {about['jax']}; bfloat16 matmul {about['matmul_tflops']:.0f} TFLOP/s", flush=True)
+    results = {}
+    for head_dims in options.head_dims:
+        dim, value_dim = (int(n) for n in (head_dims.split("/") * 2)[:2])
         for shape in options.shapes:
             batch, length = map(int, shape.split("x"))
-            runs += [functools.partial(against_cudnn, batch, length, head_dim, causal) for causal in (False, True)]
-    results = []
-    for run in runs:
-        try:
-            rows = run()
-        except jax.errors.JaxRuntimeError as error:
-            print(f"{run.func.__name__}{run.args} not measured: {str(error).splitlines()[0]}", flush=True)
-            continue
-        for row in rows:
-            row["matmul_share"] = row["tflops"] / ceiling
-            ratio = " ".join(f"{name} {row[name]:.3f}" for name in ("over_cudnn", "over_one_call") if name in row)
-            speed = f"{row['tflops']:5.0f} TFLOP/s  {row['matmul_share']:4.0%} of matmul"
-            print(f"{row['work']:26s} {row['direction']:9s} {speed}  {ratio}", flush=True)
-        results += rows
-    print(
-        json.dumps(
-            {"script": "bench_chunk", "device": device, "jax": jax.__version__, "matmul_tflops": ceiling, "results": results}
-        )
-    )
+            for mask in options.masks:
+                work = {"batch": batch, "length": length, "head_dim": dim, "value_dim": value_dim, "causal": mask == "causal"}
+                name = f"{shape} {head_dims} {mask}"
+                results[name] = result = in_own_process(__file__, work, options.limit)
+                if "failed" in result:
+                    print(f"{name} not measured: {result['failed']}", flush=True)
+                for row in result.get("rows", ()):
+                    row["matmul_share"] = row["tflops"] / about["matmul_tflops"]
+                    speed = f"{row['tflops']:5.0f} TFLOP/s  {row['matmul_share']:4.0%} of matmul  {row['over_ours']:.3f} of ours"
+                    print(f"{row['work']:26s} {row['direction']:9s} {row['implementation']:25s} {speed}", flush=True)
+    if options.png:
+        draw(options.png, results)
+    print(json.dumps({"script": "bench_chunk", **about, "results": results}))
+
+
+def about_this_device():
+    if jax.default_backend() != "gpu":
+        raise SystemExit(f"the backend here is {jax.default_backend()!r}")
+    return {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "matmul_tflops": matmul_tflops()}
 
 
 if __name__ == "__main__":

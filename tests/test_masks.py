@@ -225,3 +225,19 @@ def test_lengths_become_padding_by_natural_index():
 def test_only_integers_that_differ_between_rows_are_row_wise(shape):
     assert Tokens(jnp.zeros(shape, jnp.int32)).row_wise == (shape[0] > 1)
     assert Tokens(None, jnp.zeros(shape, jnp.int32)).row_wise == (shape[0] > 1)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("reach", [(None, 0), (3, 1)])
+def test_what_is_known_before_tracing_is_listed_before_tracing(reach):
+    """numpy in, numpy out, and the same lists as under `jit`."""
+
+    def lists(position):
+        bounds = block_bounds(pad_tokens(Tokens(position), LENGTH - 3, LENGTH), LENGTH, BLOCKS)
+        return active_blocks(classify(bounds, bounds, reach))
+
+    position = np.arange(LENGTH - 3, dtype=np.int32)[None]
+    known, traced = lists(position), jax.jit(lists)(position)
+    assert all(isinstance(x, np.ndarray) and x.dtype == np.int32 for x in known)
+    for have, want in zip(known, traced, strict=True):
+        np.testing.assert_array_equal(have, want)

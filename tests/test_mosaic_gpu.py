@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import mesh_of, ring_mesh
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from programs import Program
 
 from jax_ring_attention import Positions, SegmentIds, attention_chunk_stats, compat, merge_chunk_stats, ring_attention
 from jax_ring_attention.kernels.mosaic_gpu import MosaicGpuKernel
@@ -39,7 +42,7 @@ def small(dtype=jnp.bfloat16, **sizes):
     ("inputs", "options", "reason"),
     [
         (small(jnp.float32), {}, "bfloat16 and float16, not float32"),
-        (small(head_dim=192), {}, "at most 128"),
+        (small(head_dim=320), {}, "at most 256"),
         (small(), {"mask": jnp.ones((1, 1, 128, 128), bool)}, "no dense mask or bias"),
         (small(), {"bias": jnp.zeros((1, 1, 128, 128))}, "no dense mask or bias"),
         (small(), {"block_sizes": 64}, "tiling is fixed"),
@@ -92,6 +95,39 @@ def test_the_ring_lowers_for_cuda_forward_and_backward(check_vma):
     assert "collective_permute" in program
 
 
+def gradient_program(head_dim=64, value_dim=None, **options):
+    """StableHLO for CUDA of the whole gradient, and its jaxpr."""
+
+    def loss(q, k, v):
+        return hopper(q, k, v, **options).astype(jnp.float32).sum()
+
+    query = jax.ShapeDtypeStruct((1, 256, 4, head_dim), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((1, 256, 2, head_dim), jnp.bfloat16)
+    value = jax.ShapeDtypeStruct((1, 256, 2, value_dim or head_dim), jnp.bfloat16)
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(query, key, value)
+    return traced.lower(lowering_platforms=("cuda",)).as_text(), str(traced.jaxpr)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (256, 256), (192, 192), (160, 40), (40, 224)])
+def test_wide_heads_lower_for_cuda(is_causal, head_dim, value_dim):
+    """One kernel forward; backward one each for d_query, d_key and d_value, of which the last two share one where they fit."""
+    program, _ = gradient_program(head_dim, value_dim, is_causal=is_causal)
+    assert program.count("@mosaic_gpu") == (3 if (head_dim, value_dim) == (160, 40) else 4)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_without_atomic_additions_when_asked(head_dim, deterministic):
+    program, jaxpr = gradient_program(head_dim, is_causal=True, deterministic=deterministic)
+    assert program.count("@mosaic_gpu") == (3 if deterministic else 2)
+    assert ("reduction_op=add" in jaxpr) != deterministic
+
+
 @pytest.mark.fast
 @pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
 def test_vmap_of_the_gradient_lowers_for_cuda():
@@ -119,6 +155,18 @@ def test_every_start_and_end_of_a_fold_lowers_for_cuda(is_causal, first, last):
     assert "mosaic_gpu" in text
     # The output leaves the last kernel in bfloat16: nothing of its shape is float32 unless a carry goes in.
     assert ("1x256x2x64xf32" in text) == (first is not None or sinks is not None)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(not HAS_KERNELS, reason="refused before jax 0.11")
+@pytest.mark.parametrize("given", [False, True])
+def test_block_lists_are_constants_where_all_positions_are_known(given):
+    def attend(q, k, positions):
+        return hopper(q, k, k, is_causal=True, positions=positions if given else None)
+
+    query, positions = jax.ShapeDtypeStruct((1, 250, 2, 64), jnp.bfloat16), jax.ShapeDtypeStruct((250,), jnp.int32)
+    text = jax.jit(attend).trace(query, query, positions).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("stablehlo.sort" in text) == given
 
 
 @pytest.mark.fast
@@ -151,6 +199,13 @@ CASES = {
     "window": ({"query_length": 1000}, {"local_window_size": (100, 30)}),
     "causal window": ({"query_length": 1000, "head_dim": 128}, {"local_window_size": (200, None), "is_causal": True}),
     "soft cap": ({"head_dim": 128}, {"logits_soft_cap": 5.0, "is_causal": True}),
+    "head dim 192, value 128": ({"head_dim": 192, "value_dim": 128, "query_length": 700}, {"is_causal": True}),
+    "head dim 256": ({"head_dim": 256, "heads": 4, "kv_heads": 2}, {"is_causal": True}),
+    "head dim 256, full, more keys": ({"head_dim": 256, "query_length": 130, "key_length": 700}, {}),
+    "head dim 160, value 40": ({"head_dim": 160, "value_dim": 40}, {"local_window_size": (100, 30)}),
+    "head dim 40, value 224": ({"head_dim": 40, "value_dim": 224}, {"logits_soft_cap": 5.0}),
+    "deterministic": ({"query_length": 700, "heads": 4, "kv_heads": 2}, {"is_causal": True, "deterministic": True}),
+    "deterministic, head dim 128": ({"query_length": 700, "head_dim": 128}, {"deterministic": True}),
     "lengths": ({"query_length": 384}, {"query_seq_lengths": [300, 17], "key_value_seq_lengths": [384, 130]}),
 }
 
@@ -265,6 +320,42 @@ def test_a_ring_of_one_gpu_under_shard_map_equals_no_ring(check_vma):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(64, False), (128, True), (256, True)])
+def test_deterministic_gradients_are_the_same_bit_by_bit(head_dim, is_causal):
+    inputs = random_inputs(10, 2, 1024, heads=4, kv_heads=2, head_dim=head_dim, dtype=jnp.bfloat16)
+    attend = functools.partial(hopper, is_causal=is_causal, deterministic=True)
+    gradient = jax.jit(lambda: jax.vjp(attend, *inputs[:3])[1](jnp.asarray(inputs.d_out)))
+    first = [np.asarray(x) for x in gradient()]
+    for _ in range(30):
+        for have, want in zip(gradient(), first, strict=True):
+            np.testing.assert_array_equal(np.asarray(have).view(np.uint16), want.view(np.uint16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_scan_over_layers_equals_a_loop(remat):
+    """The backward kernel adds to d_query in place: every layer must start from zeros of its own."""
+    inputs = random_inputs(11, 1, 512, heads=2, head_dim=64, dtype=jnp.bfloat16)
+    scales = jnp.asarray(np.random.default_rng(11).normal(size=(4, 3)), jnp.bfloat16)
+
+    def layer(x, scale):
+        return hopper(x * scale[0], x * scale[1], x * scale[2], is_causal=True) + x
+
+    layer = jax.checkpoint(layer) if remat else layer
+
+    def scanned(x, scales):
+        return jax.lax.scan(lambda x, scale: (layer(x, scale), None), x, scales)[0]
+
+    def unrolled(x, scales):
+        for scale in scales:
+            x = layer(x, scale)
+        return x
+
+    have, want = (value_and_grads(f, (inputs.query, scales), inputs.d_out) for f in (scanned, unrolled))
+    assert_close(jax.tree.leaves(have), jax.tree.leaves(want), 1e-2)
+
+
+@pytest.mark.gpu
 def test_vmap_and_x64_change_nothing():
     inputs = random_inputs(7, 3, 256, heads=2, head_dim=64, dtype=jnp.bfloat16)
     loss_grad = jax.grad(lambda q, k, v, d: (hopper(q, k, v) * d).astype(jnp.float32).sum(), (0, 1, 2))
@@ -288,6 +379,32 @@ def test_merged_public_statistics_differentiate():
         return out.astype(query.dtype), lse
 
     compare(inputs, {}, attend)
+
+
+@pytest.mark.gpu
+def test_transfers_of_a_ring_of_eight_gpus_hide_behind_the_kernels():
+    """Compiled ahead of time for GPUs that are not here: in every loop sends start before a kernel and end after it."""
+    devices = topologies.get_topology_desc(platform="cuda", topology_name="h", topology="1x1x8").devices
+    mesh = Mesh(np.asarray(devices), ("seq",))
+    spec = P(None, "seq")
+    struct = jax.ShapeDtypeStruct((1, 8 * 1024, 2, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    def loss(q, k, v):
+        return hopper(q, k, v, is_causal=True, layout="zigzag", mesh=mesh, spec=spec).astype(jnp.float32).sum()
+
+    program = Program(jax.jit(jax.grad(loss, (0, 1, 2))).lower(struct, struct, struct).compile().as_text())
+    loops = 0
+    for name, body in program.computations.items():
+        sends = [i for i, one in enumerate(body) if one.opcode == "collective-permute-start"]
+        kernels = [i for i, one in enumerate(body) if one.opcode == "custom-call" and "mosaic_gpu" in one.attributes]
+        if name == program.entry or not sends:
+            continue
+        loops += 1
+        for i in sends:
+            waits = [one.opcode == "collective-permute-done" and body[i].name in one.operands for one in body]
+            done = waits.index(True)
+            assert any(i < kernel < done for kernel in kernels), [one.opcode for one in body[i:done]]
+    assert loops == 2
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ class AutodiffKernel(Kernel):
 
     def fold(self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
         problem = self.problem
-        query_tokens, key_tokens, dense, key_offset = scope
+        query_tokens, key_tokens, dense, key_offset, _ = scope
         kv_heads = problem.key_shape[2]
         batch, length, heads, _ = query.shape
         key_length = chunk.key.shape[1]

@@ -48,6 +48,8 @@ class Problem:
       logits_soft_cap: c in c * tanh(logits / c), after the bias and before the mask; None leaves the logits alone.
       row_wise: whether the tokens' integers may differ between batch rows.
       has_mask, has_bias: whether a dense mask or bias is given.
+      empty_rows: whether a query may see no key of all chunks; if not, no row needs silencing.
+      deterministic: whether gradients must be the same bit by bit from run to run.
       block_sizes: requested tiling.
       precision: matmul precision, as `jax.default_matmul_precision` names it.
     """
@@ -62,6 +64,8 @@ class Problem:
     row_wise: bool = False
     has_mask: bool = False
     has_bias: bool = False
+    empty_rows: bool = True
+    deterministic: bool = False
     block_sizes: BlockSizes = _KERNEL_CHOICE
     precision: str | None = None
 
@@ -112,12 +116,14 @@ class Scope(NamedTuple):
       query_tokens, key_tokens: the integers of both sides.
       dense: packed by `Kernel.pack_dense`.
       key_offset: the chunk's first column in `dense`.
+      known: both sides' positions as numpy arrays (1, L), where they are known while JAX traces and no token is padding.
     """
 
     query_tokens: Tokens
     key_tokens: Tokens
     dense: Dense
     key_offset: Any
+    known: tuple[Any, Any] | None = None
 
 
 class Kernel(abc.ABC):

@@ -146,7 +146,7 @@ class XlaKernel(Kernel):
     # Which pairs of blocks to visit, and what they compare.
 
     def _pairs(self, scope: Scope) -> _Pairs:
-        query_tokens, key_tokens, dense, key_offset = scope
+        query_tokens, key_tokens, dense, key_offset, _ = scope
         reach = self.problem.reach
         query_tokens = pad_tokens(query_tokens, self.query_tiling.length, self.query_tiling.padded)
         key_tokens = pad_tokens(key_tokens, self.key_tiling.length, self.key_tiling.padded)

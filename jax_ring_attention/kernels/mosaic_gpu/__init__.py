@@ -1,8 +1,8 @@
-"""`mosaic_gpu`: kernels for Hopper GPUs (sm_90) in Pallas Mosaic GPU; `forward.py` and `backward.py` hold one each.
+"""`mosaic_gpu`: kernels for Hopper GPUs (sm_90) in Pallas Mosaic GPU, in `forward.py`, `backward.py` and `backward_split.py`.
 
-Arrays keep BTNH. Lengths are padded to blocks, and the head dims of query, key and value to one D, 64 or 128. sum, max, lse and
-delta are (B, N, T) rows; max and lse are in units of log2 for the whole ring. d_query is without the factor `scale` until it is
-unpacked.
+Arrays keep BTNH. Lengths are padded to blocks. Head dims up to 128 are padded to one D, 64 or 128; above, that of query and key
+to a D of 192 or 256, and that of value to a multiple of 64 of its own, at most D. sum, max, lse and delta are (B, N, T) rows;
+max and lse are in units of log2 for the whole ring. d_query is without the factor `scale` until it is unpacked.
 
 Pallas Mosaic GPU is imported only when a kernel is built: it takes time and needs absl-py, which jax does not install.
 """
@@ -17,14 +17,26 @@ import jax.numpy as jnp
 
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.contract import Kernel, KeyValue, Problem, Rows, Scope, pad_to, silence_empty_rows
-from jax_ring_attention.kernels.mosaic_gpu.common import BLOCK_KV, FORWARD_BLOCK_Q, LOG2E, NO_KEYS, Shape, backward_block_q
+from jax_ring_attention.kernels.mosaic_gpu.common import (
+    BLOCK_KV,
+    FORWARD_BLOCK_Q,
+    LOG2E,
+    NO_KEYS,
+    Shape,
+    backward_block_q,
+    forward_block_kv,
+)
 from jax_ring_attention.masks import ActiveBlocks, Tokens, active_blocks, block_bounds, classify, pad_tokens
 from jax_ring_attention.stats import ChunkStats
 
 #: Lengths are padded to a multiple of this.
 _BLOCK = 128
-_LARGEST_HEAD_DIM = 128
+_LARGEST_HEAD_DIM = 256
+_LARGEST_IN_ONE_PASS = 128
 _LARGEST_ARRAY = 2**31
+
+#: Lists of blocks that are known while JAX traces become constants of the program up to this many numbers.
+_LARGEST_CONSTANT = 2**18
 
 
 def _padded(length: int) -> int:
@@ -41,7 +53,9 @@ class MosaicGpuKernel(Kernel):
         super().__init__(problem)
         batch, self.query_length, heads, head_dim = problem.query_shape
         _, self.key_length, kv_heads, _ = problem.key_shape
-        self.head_dim = 64 if max(head_dim, problem.value_dim) <= 64 else 128
+        self.head_dim, self.value_dim = (-(-n // 64) * 64 for n in (max(head_dim, problem.value_dim), problem.value_dim))
+        if self.head_dim <= _LARGEST_IN_ONE_PASS:
+            self.value_dim = self.head_dim
         self.shape = Shape(
             batch=batch,
             query_length=_padded(self.query_length),
@@ -49,6 +63,7 @@ class MosaicGpuKernel(Kernel):
             heads=heads,
             kv_heads=kv_heads,
             head_dim=self.head_dim,
+            value_dim=self.value_dim,
             dtype=problem.dtype,
             scale=problem.scale,
             logits_soft_cap=problem.logits_soft_cap,
@@ -74,7 +89,7 @@ class MosaicGpuKernel(Kernel):
             return f"it takes bfloat16 and float16, not {problem.dtype}; cast the inputs, or use implementation='xla'"
         if max(problem.query_shape[3], problem.value_dim) > _LARGEST_HEAD_DIM:
             sizes = f"{problem.query_shape[3]} and {problem.value_dim}"
-            return f"head dims are {sizes}, and its backward pass holds at most {_LARGEST_HEAD_DIM}{use_xla}"
+            return f"head dims are {sizes}, and it holds at most {_LARGEST_HEAD_DIM}{use_xla}"
         if problem.block_sizes != (None, None):
             return f"its tiling is fixed; leave block_sizes out{use_xla} to choose them"
         shape = MosaicGpuKernel(problem).shape
@@ -85,27 +100,29 @@ class MosaicGpuKernel(Kernel):
 
     # Packing.
 
-    def _pack(self, x: jax.Array, length: int) -> jax.Array:
-        return pad_to(x, {1: length, 3: self.head_dim})
+    def _pack(self, x: jax.Array, length: int, dim: int) -> jax.Array:
+        return pad_to(x, {1: length, 3: dim})
 
     def _pack_row_vector(self, x: jax.Array, fill: float) -> jax.Array:
         """(B, T, N) to (B, N, T)."""
         return pad_to(jnp.swapaxes(x, 1, 2), {2: self.shape.query_length}, fill)
 
     def pack_query(self, query: jax.Array) -> jax.Array:
-        return self._pack(query, self.shape.query_length)
+        return self._pack(query, self.shape.query_length, self.head_dim)
 
     def pack_chunk(self, key: jax.Array, value: jax.Array) -> KeyValue:
-        return KeyValue(self._pack(key, self.shape.key_length), self._pack(value, self.shape.key_length))
+        length = self.shape.key_length
+        return KeyValue(self._pack(key, length, self.head_dim), self._pack(value, length, self.value_dim))
 
     def initial_stats(self, query: jax.Array) -> ChunkStats:
         batch, length, heads, _ = query.shape
         rows = jnp.zeros_like(query, dtype=jnp.float32, shape=(batch, heads, length))
-        return ChunkStats(jnp.zeros_like(query, dtype=jnp.float32), rows, rows - jnp.inf)
+        output = jnp.zeros_like(rows, shape=(*query.shape[:3], self.value_dim))
+        return ChunkStats(output, rows, rows - jnp.inf)
 
     def pack_stats(self, stats: ChunkStats) -> ChunkStats:
         return ChunkStats(
-            self._pack(stats.output, self.shape.query_length),
+            self._pack(stats.output, self.shape.query_length, self.value_dim),
             self._pack_row_vector(stats.sum, 0),
             self._pack_row_vector(stats.max * LOG2E, -jnp.inf),
         )
@@ -115,13 +132,24 @@ class MosaicGpuKernel(Kernel):
         return ChunkStats(carry.output[:, : self.query_length, :, : self.problem.value_dim], *rows)
 
     def pack_rows(self, query: jax.Array, d_output: jax.Array, lse: jax.Array, delta: jax.Array) -> Rows:
-        rows = silence_empty_rows(query, d_output, lse, delta)
+        rows = Rows(query, d_output, lse, delta)
+        if self.problem.empty_rows:  # two passes over memory
+            rows = silence_empty_rows(*rows)
         return Rows(
             self.pack_query(rows.query),
-            self.pack_query(rows.d_output),
+            self._pack(rows.d_output, self.shape.query_length, self.value_dim),
             self._pack_row_vector(jnp.where(lse == -jnp.inf, NO_KEYS, lse * LOG2E), NO_KEYS),
             self._pack_row_vector(rows.delta, 0),
         )
+
+    def initial_d_query(self, rows: Rows) -> jax.Array:
+        """Zeros, made from numbers at hand.
+
+        The kernel adds to them in place. In a loop around this (`vmap`, a scan over layers) XLA would keep constant zeros outside,
+        and every step would add to the same ones: docs/log.md.
+        """
+        zeros = jnp.swapaxes(rows.lse * 0, 1, 2)[..., None]  # lse is finite, NO_KEYS where no key is seen
+        return jnp.broadcast_to(zeros, rows.query.shape)
 
     def unpack_d_query(self, d_query: jax.Array) -> jax.Array:
         return d_query[:, : self.query_length, :, : self.problem.query_shape[3]] * self.problem.scale
@@ -146,13 +174,22 @@ class MosaicGpuKernel(Kernel):
 
         return Tokens(*(pad(x) for x in query)), key
 
-    def _blocks(self, query: Tokens, key: Tokens, block_q: int, by_query: bool) -> ActiveBlocks | None:
+    def _blocks(self, scope: Scope, block_q: int, block_kv: int, by_query: bool) -> ActiveBlocks | None:
+        """For every block of queries (or of keys) the blocks of the other side to visit; None when all pairs are full."""
+        query, key = self._tokens(scope)
         if query == (None, None):
             return None
-        query_bounds = block_bounds(query, self.shape.query_length, self.shape.query_length // block_q)
-        key_bounds = block_bounds(key, self.shape.key_length, self.shape.key_length // BLOCK_KV)
+        blocks_q, blocks_kv = self.shape.query_length // block_q, self.shape.key_length // block_kv
+        if scope.known is not None and blocks_q * blocks_kv <= _LARGEST_CONSTANT:
+            query, key = (
+                pad_tokens(Tokens(position), position.shape[1], length)
+                for position, length in zip(scope.known, (self.shape.query_length, self.shape.key_length), strict=True)
+            )
+        query_bounds = block_bounds(query, self.shape.query_length, blocks_q)
+        key_bounds = block_bounds(key, self.shape.key_length, blocks_kv)
         kinds = classify(query_bounds, key_bounds, self.problem.reach)
-        return active_blocks(kinds if by_query else kinds.swapaxes(1, 2))
+        blocks = active_blocks(kinds if by_query else kinds.swapaxes(1, 2))
+        return ActiveBlocks(*(jnp.asarray(x) for x in blocks))
 
     # The kernels.
 
@@ -160,7 +197,7 @@ class MosaicGpuKernel(Kernel):
         self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None, finish: bool = False
     ) -> ChunkStats:
         tokens = self._tokens(scope)
-        blocks = self._blocks(*tokens, FORWARD_BLOCK_Q, by_query=True)
+        blocks = self._blocks(scope, FORWARD_BLOCK_Q, forward_block_kv(self.shape), by_query=True)
         from jax_ring_attention.kernels.mosaic_gpu import forward  # see the module docstring
 
         return forward.fold_chunk(self.shape, query, *chunk, blocks, *tokens, carry, finish)
@@ -176,8 +213,15 @@ class MosaicGpuKernel(Kernel):
         self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array, d_bias: Any, rounded: bool
     ) -> tuple[jax.Array, Any, KeyValue]:
         tokens = self._tokens(scope)
-        blocks = self._blocks(*tokens, backward_block_q(self.head_dim), by_query=False)
-        from jax_ring_attention.kernels.mosaic_gpu import backward  # see the module docstring
+        step = backward_block_q(self.head_dim)
+        blocks = self._blocks(scope, step, BLOCK_KV, by_query=False)
+        from jax_ring_attention.kernels.mosaic_gpu import backward, backward_split  # see the module docstring
 
-        d_query, d_key, d_value = backward.grads_chunk(self.shape, *rows, *chunk, blocks, *tokens, d_query, rounded)
+        if self.problem.deterministic or self.head_dim > _LARGEST_IN_ONE_PASS:
+            by_query = self._blocks(scope, FORWARD_BLOCK_Q, step, by_query=True)
+            d_query, d_key, d_value = backward_split.grads_chunk(
+                self.shape, rows, *chunk, blocks, by_query, *tokens, d_query, rounded
+            )
+        else:
+            d_query, d_key, d_value = backward.grads_chunk(self.shape, *rows, *chunk, blocks, *tokens, d_query, rounded)
         return d_query, d_bias, KeyValue(d_key, d_value)

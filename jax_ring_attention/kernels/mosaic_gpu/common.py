@@ -23,17 +23,20 @@ WARPGROUPS = 2
 FORWARD_BLOCK_Q = ROWS * WARPGROUPS
 BLOCK_KV = 128
 
+#: Shared memory of a CTA, less what barriers and row vectors take.
+SHARED_BYTES = 232448 - 2048
+
 #: lse of rows without keys: exp2(anything - this) is 0.
 NO_KEYS = 1e30
 
 
 def backward_block_q(head_dim: int) -> int:
-    """Queries per step of the backward pass: dQ is split between warpgroups by columns for head dim 128, by rows for 64."""
-    return {64: 128, 128: 64}[head_dim]
+    """Queries per step of the backward pass; where warpgroups share dQ, it is cut by rows for 128 of them, by columns for 64."""
+    return 128 if head_dim == 64 else 64
 
 
 class Shape(NamedTuple):
-    """Static facts; all lengths are padded to blocks and head dims to multiples of 64."""
+    """Static facts; all lengths are padded to blocks and head dims to multiples of 64, with value_dim <= head_dim."""
 
     batch: int
     query_length: int
@@ -41,10 +44,18 @@ class Shape(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    value_dim: int
     dtype: jnp.dtype
     scale: float
     logits_soft_cap: float | None
     reach: Reach
+
+
+def forward_block_kv(shape: Shape) -> int:
+    """Keys per step of the forward pass: 128 where 128 queries and two stages of keys and values fit, else 64."""
+    stages = 2 * (shape.head_dim + shape.value_dim)
+    fits = (FORWARD_BLOCK_Q * shape.head_dim + BLOCK_KV * stages) * jnp.dtype(shape.dtype).itemsize <= SHARED_BYTES
+    return BLOCK_KV if fits else BLOCK_KV // 2
 
 
 def tanh(x: jax.Array) -> jax.Array:

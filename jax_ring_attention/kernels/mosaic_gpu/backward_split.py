@@ -1,0 +1,301 @@
+"""Backward chunk kernels for Hopper (sm_90) without atomic additions: d_key and d_value in one pass or two, d_query in another.
+
+For head dims above 128, whose accumulators the one kernel of `backward.py` cannot hold, and for gradients that are the same
+bit by bit from run to run: here every number is summed by one warpgroup in a fixed order. Scores are computed once per pass:
+7 matmuls per pair of blocks, or 8 where d_key and d_value take a pass each, instead of 5.
+
+One CTA holds 128 rows of one side, 64 for each of its two compute warpgroups; its memory warpgroup feeds them the listed blocks
+of the other side, the columns. Each side has a first array, which the scores are made of, and a second one.
+
+                        first    second      gradients
+    rows are keys       key      value       d_key, d_value
+    rows are queries    query    d_output    d_query
+
+    S = first first'^T      dP = second second'^T - delta      P = exp2(S - lse)      dS = P * dP          (' marks columns)
+    d_first += dS first'    d_second += P second'
+
+Invariants
+- `rows_filled` counts one arrival per array, once; `first_filled[slot]` and `second_filled[slot]` one for the block and, where
+  columns are queries, one for their lse or delta. A slot is refilled after both compute warpgroups arrived at its `free` barrier,
+  once a step. The second columns have one slot where two do not fit.
+- A warpgroup alone reads its half of the rows; after its last step rounded gradients as wide as the rows leave by TMA through it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_ring_attention import compat
+from jax_ring_attention.kernels.contract import Rows
+from jax_ring_attention.kernels.mosaic_gpu.common import (
+    BLOCK_KV,
+    LOG2E,
+    ROWS,
+    SHARED_BYTES,
+    WARPGROUPS,
+    Shape,
+    backward_block_q,
+    load_tokens,
+    take,
+    take_visits,
+    tanh,
+    visible_block,
+    visit_operands,
+)
+from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled
+from jax_ring_attention.masks import ActiveBlocks, Tokens
+
+#: The most numbers per row that a compute warpgroup holds of gradients.
+_LARGEST_GRADIENTS = 256
+
+
+class Pass(NamedTuple):
+    """Which side's rows a kernel holds, and whose gradients it computes."""
+
+    by_key: bool
+    d_first: bool
+    d_second: bool
+
+
+def grads_chunk(
+    shape: Shape,
+    rows: Rows,
+    key: jax.Array,
+    value: jax.Array,
+    by_key: ActiveBlocks | None,
+    by_query: ActiveBlocks | None,
+    query_tokens: Tokens,
+    key_tokens: Tokens,
+    d_query: jax.Array,
+    rounded: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As `backward.grads_chunk`, for key (B, S, K, D) and value (B, S, K, Dv), Dv <= D multiples of 64 up to 256.
+
+    `by_key` lists blocks of `backward_block_q(D)` queries for every 128 keys, `by_query` as many keys for every 128 queries.
+    """
+    arrays = (*rows, key, value)
+    if shape.head_dim + shape.value_dim <= _LARGEST_GRADIENTS:
+        d_key, d_value = _sweep(shape, Pass(True, True, True), arrays, by_key, query_tokens, key_tokens, None, rounded)
+    else:
+        (d_key,) = _sweep(shape, Pass(True, True, False), arrays, by_key, query_tokens, key_tokens, None, rounded)
+        (d_value,) = _sweep(shape, Pass(True, False, True), arrays, by_key, query_tokens, key_tokens, None, rounded)
+    (d_query,) = _sweep(shape, Pass(False, True, False), arrays, by_query, query_tokens, key_tokens, d_query, False)
+    return d_query, d_key, d_value
+
+
+def _sweep(
+    shape: Shape,
+    what: Pass,
+    arrays: tuple[jax.Array, ...],
+    blocks: ActiveBlocks | None,
+    query_tokens: Tokens,
+    key_tokens: Tokens,
+    d_query: jax.Array | None,
+    rounded: bool,
+) -> list[jax.Array]:
+    """The gradients that `what` names, d_first before d_second; `d_query` is added to."""
+    dtype, first_dim, second_dim = shape.dtype, shape.head_dim, shape.value_dim
+    d_dtype = dtype if rounded else jnp.dtype(jnp.float32)
+    step_columns = backward_block_q(first_dim)
+    masked = blocks is not None
+    group = shape.heads // shape.kv_heads
+    length, columns_length = (shape.key_length, shape.query_length)[:: 1 if what.by_key else -1]
+    heads = shape.kv_heads if what.by_key else shape.heads
+    tiles = length // BLOCK_KV
+    # Axes of a tile along which the query's and the key's integers run, and along which lse and delta do.
+    axes, queries_axis = ((1, 0), 1) if what.by_key else ((0, 1), 0)
+
+    def bytes_with(stages: int) -> int:
+        rows = BLOCK_KV * (first_dim + (second_dim if what.d_first else 0))
+        return (rows + step_columns * (STAGES * first_dim + stages * second_dim)) * dtype.itemsize
+
+    second_stages = STAGES if bytes_with(STAGES) <= SHARED_BYTES else 1
+
+    def kernel(*all_refs):
+        refs = list(all_refs)
+        query_ref, d_output_ref, lse_ref, delta_ref, key_ref, value_ref = take(refs, 6)
+        d_query_ref: Any = None if what.by_key else take(refs, 1)[0]
+        visits = take_visits(refs, blocks, query_tokens, key_tokens)
+        out_refs = take(refs, what.d_first + what.d_second)
+        rows_smem, first_smem, second_smem = take(refs, 3)
+        second_rows_smem: Any = take(refs, 1)[0] if what.d_first else None
+        lse_smem: Any
+        delta_smem: Any
+        lse_smem, delta_smem = take(refs, 2) if what.by_key else (None, None)
+        rows_filled, first_filled, second_filled, first_free, second_free = refs
+        batch, row_head, tile = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("tile")
+        sides = (key_ref, value_ref, visits.key_tokens), (query_ref, d_output_ref, visits.query_tokens)
+        (rows_ref, second_rows_ref, row_tokens), (first_ref, second_ref, column_tokens) = sides[:: 1 if what.by_key else -1]
+        if masked and not what.by_key:
+            tile = tiles - 1 - tile  # the longest under a causal mask goes first
+        warpgroup = lax.axis_index("warpgroup")
+        if masked:
+            row = (0 if visits.order.shape[0] == 1 else batch, tile)
+            full, active = visits.full[row], visits.active[row]
+        else:
+            full = active = columns_length // step_columns
+        repeats = group if what.by_key else 1
+        full_steps, steps = full * repeats, active * repeats
+
+        def place(n):
+            """Head and first column of step n: all heads' full blocks, then all heads' partial ones."""
+            if not what.by_key:
+                return lax.div(row_head, jnp.int32(group)), (visits.order[(*row, n)] if masked else n) * step_columns
+            if not masked:
+                return row_head * group + n // active, (n % active) * step_columns
+            is_full = n < full_steps
+            count = jnp.where(is_full, full, active - full)
+            inner = jnp.where(is_full, n, n - full_steps)
+            block = visits.order[(*row, jnp.where(is_full, 0, full) + lax.rem(inner, count))]
+            return row_head * group + lax.div(inner, count), block * step_columns
+
+        def along_queries(x):
+            return lax.broadcast_in_dim(x, (ROWS, step_columns), [queries_axis])
+
+        def compute(w):
+            plgpu.set_max_registers(232 if masked else 240, action="increase")
+            mine, here = pl.ds(w * ROWS, ROWS), pl.ds(tile * BLOCK_KV + w * ROWS, ROWS)
+            row_ints = Tokens()
+            row_lse: Any = None
+            row_delta: Any = None
+            if masked:
+                row_ints = load_tokens(row_tokens, batch, here, ROW)
+            if what.by_key:
+                dims = [first_dim] * what.d_first + [second_dim] * what.d_second
+                sums = tuple(plgpu.layout_cast(jnp.zeros((ROWS, n), jnp.float32), plgpu.Layout.WGMMA) for n in dims)
+            else:
+                sums = (compat.load_whole(d_query_ref.at[batch, here, row_head], plgpu.Layout.WGMMA, optimized=False),)
+                row_lse = compat.load_whole(lse_ref.at[batch, row_head, here], ROW, optimized=False)
+                row_delta = compat.load_whole(delta_ref.at[batch, row_head, here], ROW, optimized=False)
+            plgpu.barrier_wait(rows_filled)
+
+            def step(n, sums, partial):
+                slot, second_slot = lax.rem(n, jnp.int32(STAGES)), lax.rem(n, jnp.int32(second_stages))
+                first_here, second_here = first_smem.at[slot], second_smem.at[second_slot]
+                plgpu.barrier_wait(first_filled.at[slot])
+
+                # Accumulators are allocated just before their matmul, hence the nesting.
+                def step_with(accs):
+                    pl.run_scoped(functools.partial(score, accs), plgpu.ACC((ROWS, step_columns), jnp.float32))
+
+                def score(accs, logits_acc):
+                    plgpu.wgmma(logits_acc, rows_smem.at[mine], first_here.transpose((1, 0)))
+                    plgpu.barrier_wait(second_filled.at[second_slot])
+                    if not what.d_first:
+                        weigh(accs, logits_acc)
+                        return
+                    delta = compat.load_whole(delta_smem.at[second_slot], COLUMN) if what.by_key else row_delta
+                    # Starting at -delta makes dS = P * dP, and delta's registers die early.
+                    pl.run_state(functools.partial(weigh, accs, logits_acc))(plgpu.ACC.init(along_queries(-delta)))
+
+                def weigh(accs, logits_acc, d_weights_acc=None):
+                    if what.d_first:
+                        plgpu.wgmma(d_weights_acc, second_rows_smem.at[mine], second_here.transpose((1, 0)))
+                    logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=int(what.d_first))
+                    lse = compat.load_whole(lse_smem.at[slot], COLUMN) if what.by_key else row_lse
+                    factor, slope = shape.scale * LOG2E, None
+                    if (cap := shape.logits_soft_cap) is not None:
+                        logits, factor = tanh(logits * (shape.scale / cap)), cap * LOG2E
+                        slope = 1 - logits * logits
+                    if partial:
+                        columns = pl.ds(place(n)[1], step_columns)
+                        ints = row_ints, load_tokens(column_tokens, batch, columns, COLUMN)
+                        query_ints, key_ints = ints[:: -1 if what.by_key else 1]
+                        seen = visible_block(query_ints, key_ints, shape.reach, (ROWS, step_columns), axes)
+                        logits = jnp.where(seen, logits, -jnp.inf)
+                    weights = jnp.exp2(logits * factor - along_queries(lse))
+                    if what.d_second:
+                        plgpu.wgmma(accs[-1], weights.astype(dtype), second_here)
+                    if what.d_first:
+                        d_logits = weights * plgpu.wgmma_accumulator_load(d_weights_acc, wait_n=int(what.d_second))
+                        if slope is not None:
+                            d_logits *= slope
+                        if not what.d_second:
+                            plgpu.barrier_arrive(second_free.at[second_slot])
+                        plgpu.wgmma(accs[0], d_logits.astype(dtype), first_here)
+                    if what.d_second:
+                        plgpu.wgmma_wait(int(what.d_first))
+                        plgpu.barrier_arrive(second_free.at[second_slot])
+                    plgpu.wgmma_wait(0)
+
+                sums = pl.run_state(step_with)(tuple(plgpu.ACC.init(x) for x in sums))
+                plgpu.barrier_arrive(first_free.at[slot])
+                return sums
+
+            sums = lax.fori_loop(jnp.int32(0), jnp.int32(full_steps), functools.partial(step, partial=False), sums)
+            if masked:
+                sums = lax.fori_loop(full_steps, steps, functools.partial(step, partial=True), sums)
+            if what.by_key and what.d_first:
+                sums = (sums[0] * shape.scale, *sums[1:])
+            for d, target in zip(sums, out_refs, strict=True):
+                d = d.astype(target.dtype)
+                if rounded and d.shape[1] == first_dim:
+                    rows_smem[mine] = d
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(rows_smem.at[mine], target.at[batch, here, row_head])
+                    plgpu.wait_smem_to_gmem(0)
+                else:  # TMA reads whole rows of shared memory
+                    compat.store_whole(target.at[batch, here, row_head], d)
+
+        for w in range(WARPGROUPS):  # a static index: with a traced one the matrix descriptors spill
+            pl.when(warpgroup == w)(functools.partial(compute, w))
+
+        @pl.when(warpgroup == WARPGROUPS)
+        def _memory():
+            plgpu.set_max_registers(40 if masked else 24, action="decrease")
+            here = (batch, pl.ds(tile * BLOCK_KV, BLOCK_KV), row_head)
+            plgpu.copy_gmem_to_smem(rows_ref.at[here], rows_smem, rows_filled)
+            if what.d_first:
+                plgpu.copy_gmem_to_smem(second_rows_ref.at[here], second_rows_smem, rows_filled)
+
+            def fetch(n, wait, stages, free, filled, block, block_smem, vector, vector_smem):
+                head, start = place(n)
+                slot, columns = lax.rem(jnp.int32(n), jnp.int32(stages)), pl.ds(start, step_columns)
+                if wait:
+                    plgpu.barrier_wait(free.at[slot])
+                plgpu.copy_gmem_to_smem(block.at[batch, columns, head], block_smem.at[slot], filled.at[slot])
+                if vector_smem is not None:
+                    plgpu.copy_gmem_to_smem(vector.at[batch, head, columns], vector_smem.at[slot], filled.at[slot])
+
+            def fetch_first(n, wait):
+                fetch(n, wait, STAGES, first_free, first_filled, first_ref, first_smem, lse_ref, lse_smem)
+
+            def fetch_second(n, wait):
+                fetch(n, wait, second_stages, second_free, second_filled, second_ref, second_smem, delta_ref, delta_smem)
+
+            both = (second_stages, fetch_second), (STAGES, fetch_first)
+            for stages, fetch_one in both[::-1]:
+                for n in range(stages):
+                    pl.when(n < steps)(functools.partial(fetch_one, jnp.int32(n), False))
+
+            @pl.loop(jnp.int32(0), jnp.int32(steps))
+            def _(n):
+                for stages, fetch_one in both:
+                    pl.when(n + stages < steps)(functools.partial(fetch_one, n + stages, True))
+
+    vectors = [plgpu.SMEM((stages, step_columns), jnp.float32) for stages in (STAGES, second_stages)]
+    scratch = (
+        tiled(BLOCK_KV, first_dim, dtype=dtype),
+        tiled(STAGES, step_columns, first_dim, dtype=dtype),
+        tiled(second_stages, step_columns, second_dim, dtype=dtype),
+        *([tiled(BLOCK_KV, second_dim, dtype=dtype)] if what.d_first else []),
+        *(vectors if what.by_key else []),
+        plgpu.Barrier(num_arrivals=1 + what.d_first),
+        plgpu.Barrier(num_arrivals=1 + what.by_key, num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=1 + what.by_key, num_barriers=second_stages),
+        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=second_stages),
+    )
+    carry = [] if d_query is None else [d_query]
+    operands: list[Any] = [*arrays, *carry, *visit_operands(blocks, query_tokens, key_tokens)]
+    dims = [first_dim] * what.d_first + [second_dim] * what.d_second
+    out = tuple(jax.ShapeDtypeStruct((shape.batch, length, heads, n), d_dtype) for n in dims)
+    run = build(kernel, out, scratch, {"batch": shape.batch, "heads": heads, "tile": tiles})
+    return list(compat.call_without_varying(run, *operands))
