@@ -145,8 +145,8 @@ class MosaicGpuKernel(Kernel):
     def initial_d_query(self, rows: Rows) -> jax.Array:
         """Zeros, made from numbers at hand.
 
-        The kernel adds to them in place. In a loop around this (`vmap`, a scan over layers) XLA would keep constant zeros outside,
-        and every step would add to the same ones: docs/log.md.
+        The kernel adds to them in place. In a loop around this (`vmap`, a scan over layers) XLA would keep constant zeros
+        outside, and every step would add to the same ones: docs/log.md.
         """
         zeros = jnp.swapaxes(rows.lse * 0, 1, 2)[..., None]  # lse is finite, NO_KEYS where no key is seen
         return jnp.broadcast_to(zeros, rows.query.shape)
