@@ -5,19 +5,16 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-SECONDS = 600  # for one cell; all cells of a notebook together take far less than a minute on two free cores
-
-# Jupyter's own habits, on the way to a kernel and back; nothing that the notebooks do.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client.*"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:zmq.*"),
-]
+SECONDS = 600  # for one cell
 
 
 @functools.cache
@@ -31,9 +28,6 @@ def code_cells(notebook: dict) -> list[dict]:
 
 def execute(path: Path, monkeypatch) -> list[dict]:
     """Outputs of a notebook, run from its own folder in a fresh kernel; raises at the first cell that fails."""
-    nbclient = pytest.importorskip("nbclient")
-    import nbformat
-
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     notebook = nbformat.read(path, as_version=nbformat.NO_CONVERT)
@@ -43,13 +37,16 @@ def execute(path: Path, monkeypatch) -> list[dict]:
     return [output for cell in code_cells(notebook) for output in cell["outputs"]]
 
 
+@pytest.mark.fast
 def test_there_are_notebooks():
     assert [path.name[:3] for path in NOTEBOOKS] == [f"{i:02d}_" for i in range(1, len(NOTEBOOKS) + 1)]
     assert len(NOTEBOOKS) >= 6
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=pytest.mark.fast if path is NOTEBOOKS[0] else ()) for path in NOTEBOOKS], ids=lambda x: x.stem
+    "path",
+    [pytest.param(path, marks=pytest.mark.fast if path is NOTEBOOKS[0] else ()) for path in NOTEBOOKS],
+    ids=lambda x: x.stem,
 )
 def test_notebook_runs_and_draws_and_warns_of_nothing(path, monkeypatch):
     outputs = execute(path, monkeypatch)
@@ -57,6 +54,14 @@ def test_notebook_runs_and_draws_and_warns_of_nothing(path, monkeypatch):
     pictures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert len(pictures) >= 2
     assert [output["text"] for output in outputs if output.get("name") == "stderr"] == []
+
+
+def test_a_false_claim_fails_and_the_kernel_runs_this_python(tmp_path, monkeypatch):
+    claim = f"import sys\nassert sys.executable != {sys.executable!r}, 'this very Python'"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(claim)])
+    nbformat.write(notebook, tmp_path / "false.ipynb")
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="this very Python"):
+        execute(tmp_path / "false.ipynb", monkeypatch)
 
 
 @pytest.mark.fast
