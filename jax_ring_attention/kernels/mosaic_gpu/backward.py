@@ -270,7 +270,7 @@ def grads_chunk(
         {"batch": shape.batch, "kv_heads": shape.kv_heads, "tile": shape.key_length // BLOCK_KV},
     )
 
-    @jax.custom_batching.sequential_vmap  # run_state has no batching rule
+    @jax.custom_batching.custom_vmap  # run_state has no batching rule
     def run_in_place(d_query, *operands):
         """`run_state` and not `new_ref`: under shard_map with check_vma=True the latter's discharge traces all of it anew."""
 
@@ -279,6 +279,25 @@ def grads_chunk(
             d_key_ref[...], d_value_ref[...] = run(*operands, d_query_ref)
 
         fresh = jnp.zeros(d_shape, d_dtype)
-        return pl.run_state(add)((d_query, fresh, fresh))
+        return tuple(pl.run_state(add)((d_query, fresh, fresh)))
+
+    @run_in_place.def_vmap
+    def one_after_another(axis_size, in_batched, *arrays):
+        """A loop around kernels that start from zeros of their own, whose results are added.
+
+        Between a slice that XLA takes out of a stack and one it puts into another, the sum went nowhere (docs/log.md).
+        """
+        del axis_size
+
+        def one(batched):
+            rest = iter(batched)
+            d_query, *operands = (next(rest) if x is None else x for x in whole)
+            zeros = jnp.zeros_like(d_query) + 0 * jnp.swapaxes(operands[2], 1, 2)[..., None]  # of this row: lse is finite
+            d_query_here, *d_chunk = run_in_place(zeros, *operands)
+            return d_query + d_query_here, *d_chunk
+
+        whole = [None if batched else x for x, batched in zip(arrays, in_batched, strict=True)]
+        results = jax.lax.map(one, tuple(x for x, batched in zip(arrays, in_batched, strict=True) if batched))
+        return results, (True, True, True)
 
     return compat.call_without_varying(run_in_place, d_query, *operands)
