@@ -51,9 +51,9 @@ def script() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory) -> Callable[..., list[str]]:
-    """The command line of a small model. Each clause of the README is a document: several to a row, and some cut by its end."""
+    """The command line of a small model. Each clause of the licence is a document: several to a row, and some cut by its end."""
     directory = tmp_path_factory.mktemp("text")
-    for i, clause in enumerate(re.split(r"[,;:|\n]+", (ROOT / "README.md").read_text())):
+    for i, clause in enumerate(re.split(r"[,;:|\n]+", (ROOT / "LICENSE").read_text())):
         (directory / f"{i}.txt").write_text(clause)
 
     def command_line(*more: object, **settings: object) -> list[str]:
