@@ -250,11 +250,12 @@ def test_narrow_dtypes_earn_their_tolerance(dtype, spread):
     )
 
 
-def test_wide_matrix_units_take_the_scale_in_two_parts(monkeypatch):
-    """What v6e and tpu7x compute at H = 128: queries hold the scale as a sum of two bfloat16 numbers."""
+@pytest.mark.parametrize("dim", [64, 128])
+def test_wide_matrix_units_take_the_scale_in_two_parts(monkeypatch, dim):
+    """What v6e and tpu7x compute: queries hold the scale as a sum of two bfloat16 numbers."""
     monkeypatch.setattr(compat, "tpu_chip", lambda: "v6e")
-    inputs = random_inputs(4, 1, 256, heads=1, head_dim=128, dtype=jnp.bfloat16, spread=5.0)
-    problem = Problem((1, 256, 1, 128), (1, 256, 1, 128), 128, jnp.dtype(jnp.bfloat16), 1.0)
+    inputs = random_inputs(4, 1, 256, heads=1, head_dim=dim, dtype=jnp.bfloat16, spread=5.0)
+    problem = Problem((1, 256, 1, dim), (1, 256, 1, dim), dim, jnp.dtype(jnp.bfloat16), 1.0)
     assert MosaicTpuKernel(problem).shape.split_scale
     compare(
         inputs,

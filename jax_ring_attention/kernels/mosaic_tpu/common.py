@@ -27,7 +27,7 @@ class Shape(NamedTuple):
     """Static facts; lengths are padded to blocks, head dims to whole sublanes. `dtype` is that of the matmul operands.
 
     With `split_scale` the forward kernel's queries hold scale * log2(e) * query as the sum of two numbers of `dtype`, one under
-    the other: a unit of 256 x 256 multiplies both in the time of one when H is 128, and the kernel need not scale the logits.
+    the other: a unit of 256 x 256 multiplies both in the time of one up to H = 128, and the kernel need not scale the logits.
     """
 
     batch: int

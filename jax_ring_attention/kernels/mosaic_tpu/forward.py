@@ -28,6 +28,10 @@ from jax_ring_attention.masks import Tokens
 from jax_ring_attention.stats import ChunkStats
 
 
+#: Rows of float32 in a vector register.
+_SUBLANES = 8
+
+
 def fold_chunk(
     shape: Shape,
     tiling: Tiling,
@@ -123,13 +127,18 @@ def _fold_pair(
         reference = jnp.maximum(highest, common.LOWEST_MAX) if masked else highest
         weights = jnp.exp2(scaled - reference)
         rescale = jnp.exp2(maximum - reference)
-        return weights, rescale, total * rescale + weights.sum(0, keepdims=True), highest
+        return weights, rescale, total * rescale + weights.reshape(-1, _SUBLANES, weights.shape[1]).sum(0), highest
 
     def add(i: int, weights: jax.Array, rescale: jax.Array, output: jax.Array) -> jax.Array:
         _, b, _ = tiles[i]
         return output * rescale + launch.matmul(value[:, keys(b)], weights.astype(shape.dtype), (1, 0), shape.precision)
 
     pipeline(tiles, tiling, logits, weigh, add, stats, queries)
+
+
+def _spread(total: jax.Array) -> jax.Array:
+    """A row as one of `_SUBLANES` rows that add up to it: inside a pair the sum over sublanes waits for the last tile."""
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, (_SUBLANES, total.shape[1]), 0) == 0, total, 0.0)
 
 
 def pipeline(
@@ -154,11 +163,12 @@ def pipeline(
         if 0 <= i < count:
             a = tiles[i][0]
             if a not in sums:
-                sums[a] = stats.sum[queries(a)], stats.max[queries(a)]
+                sums[a] = _spread(stats.sum[queries(a)]), stats.max[queries(a)]
             weights, rescale, *sums[a] = weigh(i, raw.pop(i), *sums[a])
             weighed[i] = weights, rescale
             if i == last[a]:
-                stats.sum[queries(a)], stats.max[queries(a)] = sums.pop(a)
+                total, stats.max[queries(a)] = sums.pop(a)
+                stats.sum[queries(a)] = total.sum(0, keepdims=True)
         if (j := i - tiling.lag) >= 0:
             a = tiles[j][0]
             before = outputs.pop(a) if a in outputs else stats.output[queries(a)]

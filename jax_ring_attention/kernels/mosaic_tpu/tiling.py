@@ -58,4 +58,4 @@ def resident_units(shape: Shape, tiling: Tiling) -> int:
 
 def splits_scale(chip: str | None, head_dim: int, dtype: jnp.dtype) -> bool:
     """Whether queries hold the scale, split in two numbers: see `Shape`."""
-    return chip in _WIDE and head_dim == LANES and dtype == jnp.bfloat16
+    return chip in _WIDE and head_dim in (LANES // 2, LANES) and dtype == jnp.bfloat16
