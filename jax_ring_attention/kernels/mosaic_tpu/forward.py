@@ -27,7 +27,6 @@ from jax_ring_attention.kernels.mosaic_tpu.common import Shape, Steps, Tiling
 from jax_ring_attention.masks import Tokens
 from jax_ring_attention.stats import ChunkStats
 
-
 #: Rows of float32 in a vector register.
 _SUBLANES = 8
 
