@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jax_ring_attention import arguments as args
-from jax_ring_attention import compat
+from jax_ring_attention import compat, fused
 from jax_ring_attention.chunk import select_kernel
 from jax_ring_attention.kernels.contract import Problem
 from jax_ring_attention.layouts import Layout, check_layout, shard_multiple
@@ -217,8 +217,10 @@ class _Shard:
         else:
             needed = None if self.placed else needed_offsets(self.layout, self.ring_size, length, key_length, problem.reach)
             legs = plan_hops(self.schedule, self.ring_size, key_length, needed)
-        kernel = select_kernel(chunk_problems(problem, self.ring_size, legs), self.implementation)
-        return Ring(self.axes, self.ring_size, self.layout, legs, problem, kernel)
+        is_fused = self.schedule == "fused"
+        select = fused.select_kernel if is_fused else select_kernel
+        kernel = select(chunk_problems(problem, self.ring_size, legs), self.implementation)
+        return Ring(self.axes, self.ring_size, self.layout, legs, problem, kernel, is_fused)
 
 
 def _join_chunks(key: Any, value: Any, rank: int) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:

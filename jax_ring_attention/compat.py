@@ -105,12 +105,19 @@ def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
         with config._check_vma(False):
             return checked(*args, **kwargs)
 
+    # `emit_pipeline` asks how the chip tiles memory, and there is no entry for the CPU. 0.12 moved the module; the old name forwards.
+    from jax._src.pallas.mosaic import tpu_info
+
     emulator.interpret_pallas_call = unchecked
+    known = dict(tpu_info.registry)
+    tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
     try:
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**parameters)):
             yield
     finally:
         emulator.interpret_pallas_call = checked
+        tpu_info.registry.clear()
+        tpu_info.registry.update(known)
 
 
 def tpu_interpret_found_races() -> bool:

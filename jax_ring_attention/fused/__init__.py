@@ -1,0 +1,75 @@
+"""`schedule="fused"`: every hop of a leg in one TPU kernel; README.md has the protocol.
+
+`fold_leg` and `grads_leg` take the place of those in `ring.py`: same arguments, same results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jax_ring_attention import ring as plain
+from jax_ring_attention.fused import hops
+from jax_ring_attention.kernels.contract import Kernel, Problem
+from jax_ring_attention.kernels.mosaic_tpu import MosaicTpuKernel
+from jax_ring_attention.masks import Tokens
+from jax_ring_attention.schedule import Leg
+from jax_ring_attention.shard import Shard
+from jax_ring_attention.stats import finalize_chunk_stats
+
+#: Entries of the lists of steps of all hops together: twice as many integers of 4 bytes lie in scalar memory.
+_LARGEST_LIST = 2**16
+
+
+def select_kernel(problems: tuple[Problem, ...], implementation: str | None) -> type[Kernel]:
+    """`mosaic_tpu`, or an error that says why not.
+
+    Raises:
+      ValueError: another implementation is named. NotImplementedError: it refuses.
+    """
+    if implementation not in (None, MosaicTpuKernel.name):
+        raise ValueError(
+            f"schedule='fused' is one kernel of implementation='mosaic_tpu', not of {implementation!r}; leave implementation out, "
+            "or use schedule='ring', which runs every implementation."
+        )
+    for problem in problems:
+        if (reason := MosaicTpuKernel.refusal(problem)) is not None:
+            raise NotImplementedError(
+                f"schedule='fused' runs implementation='mosaic_tpu', which refuses: {reason}. Other implementations run with "
+                "schedule='ring'."
+            )
+    return MosaicTpuKernel
+
+
+def fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any, last: bool = False) -> Any:
+    """As `ring.fold_leg`; a leg that goes nowhere has nothing to fuse."""
+    (stream,) = leg.streams
+    if stream.hops == 0:
+        return plain.fold_leg(shard, leg, query, stats, last)
+    from jax_ring_attention.fused import forward  # Pallas is imported only when a kernel is built
+
+    kernel = shard.kernels[stream.size]
+    assert isinstance(kernel, MosaicTpuKernel), "select_kernel chose it"
+    query_tokens, key_tokens = hops.own_tokens(shard, leg)
+    (chunk,) = shard.home_chunks(leg)
+    stats = forward.fold_hops(
+        kernel.shape,
+        kernel.forward,
+        hops.route_of(shard.ring, leg),
+        hops.ranks_of(shard.ring, stream, shard.rank),
+        hops.list_hops(shard, leg, kernel.forward),
+        query,
+        _rows(query_tokens),
+        forward.Travels(chunk.packed, _rows(key_tokens)),
+        stats,
+    )
+    if not last:
+        return stats
+    out, lse = finalize_chunk_stats(kernel.unpack_stats(stats))
+    return out.astype(kernel.problem.dtype), lse
+
+
+def _rows(tokens: Tokens) -> Tokens:
+    """(B | 1, L) to (B | 1, 1, L)."""
+    return jax.tree.map(lambda x: x[:, None], tokens)
