@@ -161,10 +161,10 @@ def untransposable(tree: Any, message: str) -> Any:
 
 
 def call_without_varying(function: Callable[..., Any], *operands: Any) -> Any:
-    """`function(*operands)` for a function that calls a Mosaic GPU kernel, also under `check_vma=True`.
+    """`function(*operands)` for a function that calls a Mosaic GPU kernel, or a TPU kernel with loops, also under `check_vma=True`.
 
     Kernel bodies of 0.11 and 0.12 mix values that keep the operands' varying axes with values that drop them, and references
-    with varying axes are refused. So the call is traced unchecked, on operands that carry no axes (a slice traced unchecked
+    with varying axes are refused; on TPUs the conversion between the two cannot be compiled. So the call is traced unchecked, on operands that carry no axes (a slice traced unchecked
     drops them, and XLA drops the slice), and what comes out is marked as varying again.
     """
     axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))

@@ -57,7 +57,7 @@ def fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any, last: bool = False)
         kernel.shape,
         kernel.forward,
         hops.route_of(shard.ring, leg),
-        hops.ranks_of(shard.ring, stream, shard.rank),
+        hops.coordinates_of(shard.ring, stream, shard.rank),
         hops.list_hops(shard, leg, kernel.forward),
         query,
         _rows(query_tokens),

@@ -61,7 +61,7 @@ def fold_hops(
     shape: Shape,
     tiling: Tiling,
     route: Route,
-    ranks: jax.Array,
+    coordinates: jax.Array,
     steps: HopSteps,
     query: jax.Array,
     query_tokens: Tokens,
@@ -71,7 +71,7 @@ def fold_hops(
     """`carry` merged with the statistics of the chunks of all hops.
 
     Args:
-      ranks: (3,) from `hops.ranks_of`.
+      coordinates: from `hops.coordinates_of`.
       steps: of the computed hops, query blocks outside.
       query: (B, K, G, H, T), or twice H with `shape.split_scale`.
       query_tokens: rows (B | 1, 1, T).
@@ -85,7 +85,7 @@ def fold_hops(
         functools.partial(_kernel, shape, tiling, route, steps),
         name="ring_attention_fused_forward",
         route=route,
-        scalars=(ranks, steps.code, steps.compared, steps.total),
+        scalars=(coordinates, steps.code, steps.compared, steps.total),
         operands=(query, query_tokens, own, carry),
         out_shape=(stats, buffers_of(own)),
         aliased=(carry, stats),
@@ -98,12 +98,12 @@ def fold_hops(
 def _kernel(
     shape: Shape, tiling: Tiling, route: Route, steps: HopSteps, scalars: Any, operands: Any, results: Any, scratch: Any
 ) -> None:
-    ranks, *listed = scalars
+    coordinates, *listed = scalars
     query, query_tokens, own, carry = operands
     stats, buffers = results
     here = HopSteps(*listed, steps.length, steps.rows)
     structure = jax.tree.structure(own)
-    channel = Channel(Neighbours(route.axis, ranks), jax.tree.leaves(buffers.slots), scratch)
+    channel = Channel(Neighbours(route.mesh_axes, coordinates), jax.tree.leaves(buffers.slots), scratch)
     last = route.hops
 
     def compute(hop: Any, chunk: Travels, fresh: bool = False) -> None:

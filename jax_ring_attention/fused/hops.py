@@ -37,28 +37,34 @@ class Route(NamedTuple):
     """How the chunks of one leg travel; static.
 
     Attributes:
-      axis: what the ring's axes are called in a device id.
+      mesh_axes: how many axes the mesh has.
       hops: transfers of key and value, at least 1.
       first: the first hop that is computed: 0, or 1 where another leg does the home chunk.
       collective_id: of the barrier.
     """
 
-    axis: str | tuple[str, ...]
+    mesh_axes: int
     hops: int
     first: int
     collective_id: int
 
 
 def route_of(ring: Ring, leg: Leg) -> Route:
-    axis = ring.axis_name[0] if len(ring.axis_name) == 1 else ring.axis_name
-    barrier = collective_id(ring.axis_name, jax.sharding.get_abstract_mesh().shape)
-    return Route(axis, leg.streams[0].hops, 0 if leg.home else 1, barrier)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return Route(len(sizes), leg.streams[0].hops, 0 if leg.home else 1, collective_id(ring.axis_name, sizes))
 
 
-def ranks_of(ring: Ring, stream: Stream, rank: jax.Array) -> jax.Array:
-    """(3,) int32: where this device's chunks go, where they come from, and the owner of the last one."""
+def coordinates_of(ring: Ring, stream: Stream, rank: jax.Array) -> jax.Array:
+    """(3 * mesh axes,) int32: mesh coordinates of where this device's chunks go, where they come from, and the last one's owner."""
+    sizes = jax.sharding.get_abstract_mesh().shape
     steps = stream.direction * jnp.array([1, -1, -stream.hops], jnp.int32)
-    return (rank + steps) % ring.size
+    along = dict(zip(ring.axis_name, jnp.unravel_index((rank + steps) % ring.size, _sizes_of(ring, sizes)), strict=True))
+    columns = [along[name] if name in along else jnp.broadcast_to(lax.axis_index(name), (3,)) for name in sizes]
+    return jnp.stack([column.astype(jnp.int32) for column in columns], axis=1).reshape(-1)
+
+
+def _sizes_of(ring: Ring, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(sizes[name] for name in ring.axis_name)
 
 
 def own_tokens(shard: Shard, leg: Leg) -> tuple[Tokens, Tokens]:

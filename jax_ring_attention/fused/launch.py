@@ -52,20 +52,18 @@ def call(
         results = jax.tree.unflatten(out_structure, refs[len(inputs) : len(inputs) + len(flat_out)])
         body(*given, results, jax.tree.unflatten(scratch_structure, refs[len(inputs) + len(flat_out) :]))
 
-    inputs = compat.vary_together(inputs)
-    varying = jax.typeof(inputs[0]).manual_axis_type
     in_hbm = pl.BlockSpec(memory_space=HBM)
-    results = pl.pallas_call(
+    run = pl.pallas_call(
         kernel,
         in_specs=[pl.BlockSpec(memory_space=pltpu.MemorySpace.SMEM)] * count + [in_hbm] * (len(inputs) - count),
         out_specs=[in_hbm] * len(flat_out),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x in flat_out],
+        out_shape=flat_out,
         scratch_shapes=flat_scratch,
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(collective_id=route.collective_id, vmem_limit_bytes=vmem_limit),
         name=name,
-    )(*inputs)
-    return jax.tree.unflatten(out_structure, results)
+    )
+    return jax.tree.unflatten(out_structure, compat.call_without_varying(run, *inputs))
 
 
 class HopBlocks:

@@ -35,10 +35,15 @@ Refs = tuple[Any, ...]
 
 
 class Neighbours:
-    """Device ids along the ring, from a (3,) int32 array in scalar memory that `hops.ranks_of` made."""
+    """Mesh coordinates, from an array in scalar memory that `hops.coordinates_of` made.
 
-    def __init__(self, axis: str | tuple[str, ...], ranks: Any) -> None:
-        self.receiver, self.sender, self.home = ({axis: ranks[i]} for i in range(3))
+    All of them are given, so that the kernel need not ask for its own.
+    """
+
+    def __init__(self, mesh_axes: int, coordinates: Any) -> None:
+        self.receiver, self.sender, self.home = (
+            tuple(coordinates[i * mesh_axes + axis] for axis in range(mesh_axes)) for i in range(3)
+        )
 
     def enter(self) -> None:
         """Wait until both neighbours run this kernel. On a ring of two they are the same device, which signals twice."""
