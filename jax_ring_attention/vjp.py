@@ -12,7 +12,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ring_attention import compat, fused
-from jax_ring_attention.ring import fold_leg, ring_backward, ring_forward
+from jax_ring_attention.ring import fold_leg, grads_leg, ring_backward, ring_forward
 from jax_ring_attention.shard import Inputs, Integers, Ring
 
 RESIDUAL_NAMES = ("ring_attention_out", "ring_attention_lse")
@@ -41,7 +41,8 @@ def _attend_fwd(ring, inputs, integers):
 
 def _attend_bwd(ring, residuals, cotangents):
     inputs, integers, out, lse = residuals
-    gradients = ring_backward(ring, inputs, integers, out, lse, *cotangents)
+    leg = fused.grads_leg if ring.fused else grads_leg
+    gradients = ring_backward(ring, inputs, integers, out, lse, *cotangents, grads_leg=leg)
     return compat.untransposable(gradients, DERIVATIVES_MESSAGE), None
 
 

@@ -13,6 +13,7 @@ from jax_ring_attention import ring as plain
 from jax_ring_attention.fused import hops
 from jax_ring_attention.kernels.contract import Kernel, Problem
 from jax_ring_attention.kernels.mosaic_tpu import MosaicTpuKernel
+from jax_ring_attention.kernels.mosaic_tpu.tiling import resident_units
 from jax_ring_attention.masks import Tokens
 from jax_ring_attention.schedule import Leg
 from jax_ring_attention.shard import Shard
@@ -61,13 +62,42 @@ def fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any, last: bool = False)
         hops.list_hops(shard, leg, kernel.forward),
         query,
         _rows(query_tokens),
-        forward.Travels(chunk.packed, _rows(key_tokens)),
+        hops.Travels(chunk.packed, _rows(key_tokens)),
         stats,
     )
     if not last:
         return stats
     out, lse = finalize_chunk_stats(kernel.unpack_stats(stats))
     return out.astype(kernel.problem.dtype), lse
+
+
+def grads_leg(shard: Shard, leg: Leg, rows: Any, sums: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """As `ring.grads_leg`."""
+    (stream,) = leg.streams
+    if stream.hops == 0:
+        return plain.grads_leg(shard, leg, rows, sums)
+    from jax_ring_attention.fused import backward  # Pallas is imported only when a kernel is built
+
+    kernel = shard.kernels[stream.size]
+    assert isinstance(kernel, MosaicTpuKernel), "select_kernel chose it"
+    query_tokens, key_tokens = hops.own_tokens(shard, leg)
+    (chunk,) = shard.home_chunks(leg)
+    d_query, d_bias = sums
+    tiling, units = kernel.backward, d_query.shape[2]
+    at_once = resident_units(kernel.shape, tiling)
+    parts = [(start, min(start + at_once, units)) for start in range(0, units, at_once)]
+    d_query, d_chunk = backward.grads_hops(
+        kernel.shape,
+        tiling,
+        hops.route_of(shard.ring, leg),
+        hops.coordinates_of(shard.ring, stream, shard.rank),
+        tuple((part, hops.list_hops(shard, leg, tiling, slice(*part))) for part in parts),
+        rows,
+        _rows(query_tokens),
+        hops.Travels(chunk.packed, _rows(key_tokens)),
+        d_query,
+    )
+    return (d_query, d_bias), (d_chunk,)
 
 
 def _rows(tokens: Tokens) -> Tokens:

@@ -22,22 +22,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jax_ring_attention.fused import launch
-from jax_ring_attention.fused.hops import HopSteps, Route
+from jax_ring_attention.fused.hops import HopSteps, Route, Travels
 from jax_ring_attention.fused.protocol import SLOTS, Channel, Neighbours
-from jax_ring_attention.kernels.contract import KeyValue
 from jax_ring_attention.kernels.mosaic_tpu import common
 from jax_ring_attention.kernels.mosaic_tpu import launch as pair_launch
 from jax_ring_attention.kernels.mosaic_tpu.common import LANES, Shape, Tiling
 from jax_ring_attention.kernels.mosaic_tpu.forward import fold_pair
 from jax_ring_attention.masks import Tokens
 from jax_ring_attention.stats import ChunkStats
-
-
-class Travels(NamedTuple):
-    """What goes round: the packed chunk, and its integers as rows (B | 1, 1, S)."""
-
-    chunk: KeyValue
-    tokens: Tokens
 
 
 class Buffers(NamedTuple):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ring_attention.kernels.contract import KeyValue
 from jax_ring_attention.kernels.mosaic_tpu import MosaicTpuKernel, common
 from jax_ring_attention.kernels.mosaic_tpu.common import Tiling
 from jax_ring_attention.masks import Bounds, Tokens
@@ -49,6 +50,13 @@ class Route(NamedTuple):
     collective_id: int
 
 
+class Travels(NamedTuple):
+    """What goes round: the packed chunk, and its integers as rows (B | 1, 1, S)."""
+
+    chunk: KeyValue
+    tokens: Tokens
+
+
 def route_of(ring: Ring, leg: Leg) -> Route:
     sizes = jax.sharding.get_abstract_mesh().shape
     return Route(len(sizes), leg.streams[0].hops, 0 if leg.home else 1, collective_id(ring.axis_name, sizes))
@@ -80,7 +88,7 @@ def list_hops(shard: Shard, leg: Leg, tiling: Tiling, units: slice | None = None
     Nothing but the layout and the lengths is needed for a chunk whose integers they imply. The others' bounds, four numbers and
     two flags a tile, are gathered here, before the kernel.
     """
-    stream, ring = leg.streams[0], shard.ring
+    stream, ring, first = leg.streams[0], shard.ring, 0 if leg.home else 1
     kernel = _kernel(shard, stream)
     implied = shard.integers.key_position is None and shard.integers.key_segment is None
     query, key = own_tokens(shard, leg)
@@ -99,10 +107,9 @@ def list_hops(shard: Shard, leg: Leg, tiling: Tiling, units: slice | None = None
             bounds = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), everyone)
         kinds = common.kinds_within(query_bounds, bounds, kernel.shape, tiling)
         steps = common.list_steps(kinds if units is None else kernel.by_key(kinds, units))
-        nothing = (kinds == common.NOTHING).all() & (hop > 0)  # at hop 0 rows without keys are set to their initial values
+        nothing = (kinds == common.NOTHING).all() & (hop > first)  # the first hop sets what has no pairs to 0
         return steps.code, steps.compared, jnp.where(nothing, 0, steps.total)
 
-    first = 0 if leg.home else 1
     code, compared, total = jax.vmap(of_hop)(jnp.arange(first, stream.hops + 1, dtype=jnp.int32))
     rows, length = listed(kernel, shard, tiling, units)
     assert code.shape[1] == rows * length

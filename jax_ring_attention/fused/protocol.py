@@ -105,3 +105,16 @@ class Channel:
             )
             for i, (x, to) in enumerate(zip(source, self.at(transfer), strict=True))
         ]
+
+
+def deliver(source: Refs, target: Refs, device: Any, semaphores: Sequence[Any]) -> None:
+    """Send `source` to `target` on `device`, and wait for what another device delivers here. Every target has one writer."""
+    sending, arriving = semaphores
+    copies = [
+        pltpu.make_async_remote_copy(x, to, send_sem=sending.at[i], recv_sem=arriving.at[i], device_id=device)
+        for i, (x, to) in enumerate(zip(source, target, strict=True))
+    ]
+    for copy in copies:
+        copy.start()
+    for copy in copies:
+        copy.wait()
