@@ -88,6 +88,10 @@ def default_matmul_precision() -> str | None:
     return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
 
+#: What the race detector of the emulator found, kernel by kernel.
+_emulated_races: list[Any] = []
+
+
 @contextlib.contextmanager
 def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
     """Inside, Pallas TPU kernels are emulated on the CPU; `parameters` are those of `pltpu.InterpretParams`.
@@ -100,6 +104,12 @@ def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
     from jax.experimental.pallas import tpu as pltpu
 
     checked = emulator.interpret_pallas_call
+    new_races = emulator.RaceDetectionState
+    _emulated_races.clear()
+
+    def recorded(*args, **kwargs):
+        _emulated_races.append(new_races(*args, **kwargs))
+        return _emulated_races[-1]
 
     def unchecked(*args, **kwargs):
         with config._check_vma(False):
@@ -108,24 +118,23 @@ def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
     # `emit_pipeline` asks how the chip tiles memory, and there is no entry for the CPU. 0.12 moved the module; the old name forwards.
     from jax._src.pallas.mosaic import tpu_info
 
-    emulator.interpret_pallas_call = unchecked
+    emulator.interpret_pallas_call, emulator.RaceDetectionState = unchecked, recorded
     known = dict(tpu_info.registry)
     tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
     try:
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**parameters)):
             yield
     finally:
-        emulator.interpret_pallas_call = checked
+        emulator.interpret_pallas_call, emulator.RaceDetectionState = checked, new_races
         tpu_info.registry.clear()
         tpu_info.registry.update(known)
 
 
 def tpu_interpret_found_races() -> bool:
-    """Whether the last kernel emulated with `detect_races=True` had one."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator  # private: there is no public reader
-
-    assert emulator.races is not None, "no kernel was emulated with detect_races=True"
-    return bool(emulator.races.races_found)
+    """Whether any kernel emulated with `detect_races=True` had one, since `tpu_interpret_mode` was last entered."""
+    # Private: there is no public reader, and the emulator itself remembers the last kernel only.
+    assert _emulated_races, "no kernel was emulated"
+    return any(state.races_found for state in _emulated_races)
 
 
 def load_whole(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
