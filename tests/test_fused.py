@@ -17,12 +17,12 @@ from cases import check_ring, mesh_of, ring_mesh
 from jax.sharding import PartitionSpec as P
 
 from jax_ring_attention import SegmentIds, compat, ring_attention
-from jax_ring_attention.fused import backward, forward, hops
-from jax_ring_attention.fused.protocol import Channel, Neighbours
+from jax_ring_attention.fused.protocol import Channel
 from jax_ring_attention.testing import AttentionInputs, random_inputs, value_and_grads
 
 MODES = ("on_wait", "eager")
-emulated = functools.partial(compat.tpu_interpret_mode, uninitialized_memory="nan", detect_races=True)
+#: A transfer gets one of the free places of the vector clocks; with few of them two transfers share one, and a race is overlooked.
+emulated = functools.partial(compat.tpu_interpret_mode, uninitialized_memory="nan", detect_races=True, vector_clock_size=256)
 
 
 def rows_of_segments(batch: int, length: int) -> np.ndarray:
@@ -80,3 +80,64 @@ def test_every_ring_size_and_every_feature_matches_dense_without_races(name):
             **options,
         )
         assert not compat.tpu_interpret_found_races()
+
+
+# What happens without the protocol. A test that cannot fail is no test.
+
+
+def no_credits(monkeypatch):
+    monkeypatch.setattr(Channel, "grant", lambda self: None)
+    monkeypatch.setattr(Channel, "take", lambda self: None)
+
+
+def no_credits_for_gradients(monkeypatch):
+    """Gradients are float32 where keys are bfloat16."""
+
+    def unless_gradients(method):
+        return lambda self: None if self.buffers[0].dtype == jnp.float32 else method(self)
+
+    for name in ("grant", "take"):
+        monkeypatch.setattr(Channel, name, unless_gradients(getattr(Channel, name)))
+
+
+def no_wait_for_arrival(monkeypatch):
+    monkeypatch.setattr(Channel, "wait_arrived", lambda self, transfer: None)
+
+
+def no_wait_for_departure(monkeypatch):
+    monkeypatch.setattr(Channel, "wait_sent", lambda self, transfer, source: None)
+
+
+MUTATIONS = {
+    "forward, intact": (False, lambda monkeypatch: None),
+    "forward, no credits": (False, no_credits),
+    "forward, no wait for arrival": (False, no_wait_for_arrival),
+    "forward, no wait for departure": (False, no_wait_for_departure),
+    "backward, intact": (True, lambda monkeypatch: None),
+    "backward, no credits for gradients": (True, no_credits_for_gradients),
+}
+
+
+def run_small(schedule: str, has_grads: bool):
+    inputs = random_inputs(2, 1, 4 * 16, heads=1, head_dim=16, dtype=jnp.bfloat16)
+    attend = functools.partial(ring_attention, mesh=ring_mesh(4), spec=P(None, "seq"), schedule=schedule, implementation="mosaic_tpu")
+    with emulated(dma_execution_mode="eager"):
+        result = value_and_grads(attend, inputs[:3], inputs.d_out) if has_grads else jax.jit(attend)(*inputs[:3])
+        return jax.tree.leaves(jax.block_until_ready(result))
+
+
+unfused = functools.cache(functools.partial(run_small, "ring"))
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_detector_or_the_numbers_show_what_is_missing(name, monkeypatch):
+    has_grads, mutate = MUTATIONS[name]
+    want = unfused(has_grads)
+    mutate(monkeypatch)
+    jax.clear_caches()  # of what was traced before
+    try:
+        have = run_small("fused", has_grads)
+    finally:
+        jax.clear_caches()
+    wrong = any(not np.array_equal(a, b) for a, b in zip(want, have, strict=True))
+    assert (compat.tpu_interpret_found_races() or wrong) == (not name.endswith("intact"))

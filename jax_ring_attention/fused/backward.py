@@ -66,11 +66,8 @@ def grads_hops(
         *(jax.ShapeDtypeStruct((batch, kv_heads, n, shape.key_length), jnp.float32) for n in (shape.head_dim, shape.value_dim))
     )
 
-    def like(x):  # structs of their own: the call tells results apart by identity
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
     d_slots = jax.tree.map(lambda x: jax.ShapeDtypeStruct((SLOTS, *x.shape), x.dtype), one)
-    results = (like(d_query), one, jax.tree.map(like, one), d_slots, buffers_of(own))
+    results = (jax.ShapeDtypeStruct(d_query.shape, d_query.dtype), one, one, d_slots, buffers_of(own))
     units = max(stop - start for (start, stop), _ in parts)
     d_query, d_chunk, *_ = launch.call(
         functools.partial(_kernel, shape, tiling, route, parts),
@@ -79,7 +76,6 @@ def grads_hops(
         scalars=(coordinates, tuple((steps.code, steps.compared, steps.total) for _, steps in parts)),
         operands=(rows, query_tokens, own, d_query),
         out_shape=results,
-        aliased=(d_query, results[0]),
         scratch=(
             Channel.semaphores(len(jax.tree.leaves(own))),
             Channel.semaphores(2),
@@ -106,7 +102,7 @@ def _kernel(
     scratch: Any,
 ) -> None:
     coordinates, listed = scalars
-    rows, query_tokens, own, _ = operands
+    rows, query_tokens, own, d_start = operands
     d_query, d_home, share, d_slots, buffers = results
     chunk_semaphores, d_semaphores, home_semaphores, scratch = scratch
     lists = [(part, HopSteps(*refs, steps.length, steps.rows)) for (part, steps), refs in zip(parts, listed, strict=True)]
@@ -116,11 +112,11 @@ def _kernel(
     grads = Channel(neighbours, d_slots, d_semaphores)
     first, last = route.first, route.hops
 
-    def compute(hop: Any, chunk: Travels, share: Any) -> None:
+    def compute(hop: Any, chunk: Travels, d_start: Any, share: Any) -> None:
         launch.unpack_tokens(chunk.tokens, buffers.columns, tiling.block_kv)
         tokens = (query_tokens, buffers.columns)
         for part, steps in lists:
-            _grads_hop(shape, tiling, steps, hop - first, part, rows, chunk.chunk, tokens, d_query, share, scratch)
+            _grads_hop(shape, tiling, steps, hop - first, part, rows, chunk.chunk, tokens, d_start, d_query, share, scratch)
 
     def turn(hop: Any, source: Any, is_first: bool = False) -> None:
         """One hop with the chunk in `source`, which landed."""
@@ -128,9 +124,9 @@ def _kernel(
         chunk, sums = jax.tree.unflatten(structure, source), grads.at(hop - 1)
         busy = total[hop - first] > 0
         if is_first:
-            compute(hop, chunk, sums)
+            compute(hop, chunk, d_start, sums)
         else:
-            pl.when(busy)(lambda: compute(hop, chunk, share))
+            pl.when(busy)(lambda: compute(hop, chunk, d_query, share))
         pl.when(hop < last)(lambda: chunks.wait_sent(hop, source))
         pl.when((hop > 0) & (hop + SLOTS - 1 < last))(chunks.grant)
         if not is_first:
@@ -181,11 +177,15 @@ def _grads_hop(
     rows: Rows,
     chunk: KeyValue,
     tokens: tuple[Tokens, Tokens],
+    d_start: Any,
     d_query: Any,
     d_chunk: Any,
     scratch: Any,
 ) -> None:
-    """One chunk's gradients for the units of `part`, as in the chunk kernel; parts after the first add to `d_chunk`."""
+    """`d_query = d_start + the share of the chunk in hand`, and its `d_chunk`, for the units of `part`, as in the chunk kernel.
+
+    All are in HBM; d_start may be d_query. Parts after the first add to `d_chunk`.
+    """
     start, stop = part
     blocks_q = shape.query_length // tiling.block_q
     column, inner = common.outer_of, common.inner_of
@@ -210,8 +210,8 @@ def _grads_hop(
         code = blocks.step(steps.code, at)
         batch, head, number = at
         units = d_units.at[pl.ds(0, stop - start)]
-        here = d_query.at[batch, head, pl.ds(start, stop - start)]
-        pl.when(number == 0)(lambda: pltpu.sync_copy(here, units))
+        here = batch, head, pl.ds(start, stop - start)
+        pl.when(number == 0)(lambda: pltpu.sync_copy(d_start.at[here], units))
 
         @pl.when(common.is_first(code))
         def _():
@@ -223,7 +223,7 @@ def _grads_hop(
         keys = Keys(chunk.key, key_transposed, value_rows)
         pair = functools.partial(pair_grads, shape, tiling, rows, keys, tokens, d_units.at[inner(code)], tuple(results))
         pair_launch.branch_on_kind(code, tokens, tiling, pair)
-        pl.when(number == steps.total[index] - 1)(lambda: pltpu.sync_copy(units, here))
+        pl.when(number == steps.total[index] - 1)(lambda: pltpu.sync_copy(units, d_query.at[here]))
 
     row_specs = Rows(of_query(shape.head_dim), of_query(shape.value_dim), of_query(1), of_query(1))
     key_spec = blocks.spec((None, None, tiling.block_kv, shape.head_dim), lambda b, k, code: (b, k, column(code), 0))

@@ -68,7 +68,7 @@ def fold_hops(
       query: (B, K, G, H, T), or twice H with `shape.split_scale`.
       query_tokens: rows (B | 1, 1, T).
       own: this device's own chunk.
-      carry: as in the chunk kernel; None where hop 0 is computed and no key was seen.
+      carry: as in the chunk kernel; None has seen no key.
     """
     stats = ChunkStats(
         *(jax.ShapeDtypeStruct((*query.shape[:3], n, shape.query_length), jnp.float32) for n in (shape.value_dim, 1, 1))
@@ -80,7 +80,6 @@ def fold_hops(
         scalars=(coordinates, steps.code, steps.compared, steps.total),
         operands=(query, query_tokens, own, carry),
         out_shape=(stats, buffers_of(own)),
-        aliased=(carry, stats),
         scratch=Channel.semaphores(len(jax.tree.leaves(own))),
         vmem_limit=shape.vmem_limit,
     )
@@ -98,29 +97,32 @@ def _kernel(
     channel = Channel(Neighbours(route.mesh_axes, coordinates), jax.tree.leaves(buffers.slots), scratch)
     last = route.hops
 
-    def compute(hop: Any, chunk: Travels, fresh: bool = False) -> None:
-        run = functools.partial(
-            _fold_hop, shape, tiling, here, hop - route.first, query, query_tokens, chunk, buffers.columns, stats, fresh
+    def turn(hop: Any, source: Any, start: ChunkStats | None) -> None:
+        """One hop with the chunk in `source`, which landed; `start` has the statistics so far, or None has seen no key."""
+        chunk = jax.tree.unflatten(structure, source)
+        pl.when(hop < last)(lambda: channel.send(hop, source))
+        fold = functools.partial(
+            _fold_hop, shape, tiling, here, hop - route.first, query, query_tokens, chunk, buffers.columns, start, stats
         )
-        pl.when(here.total[hop - route.first] > 0)(run)
+        pl.when(here.total[hop - route.first] > 0)(fold)
+        pl.when(hop < last)(lambda: channel.wait_sent(hop, source))
+        pl.when((hop > 0) & (hop + SLOTS - 1 < last))(channel.grant)
 
-    def turn(hop: Any) -> None:
-        chunk = channel.at(hop - 1)
+    def turn_arrived(hop: Any, start: ChunkStats | None = stats) -> None:
         channel.wait_arrived(hop - 1)
-        pl.when(hop < last)(lambda: channel.send(hop, chunk))
-        compute(hop, jax.tree.unflatten(structure, chunk))
-        pl.when(hop < last)(lambda: channel.wait_sent(hop, chunk))
-        pl.when(hop + SLOTS - 1 < last)(channel.grant)
+        turn(hop, channel.at(hop - 1), start)
 
     channel.neighbours.enter()
     for _ in range(min(SLOTS, last)):
         channel.grant()
     home = tuple(jax.tree.leaves(own))
-    channel.send(0, home)
     if route.first == 0:
-        compute(0, own, fresh=carry is None)
-    channel.wait_sent(0, home)
-    launch.for_hops(1, last, turn)
+        turn(0, home, carry)
+    else:
+        channel.send(0, home)
+        channel.wait_sent(0, home)
+        turn_arrived(1, carry)
+    launch.for_hops(route.first + 1, last, turn_arrived)
 
 
 def _fold_hop(
@@ -132,10 +134,10 @@ def _fold_hop(
     query_tokens: Tokens,
     chunk: Travels,
     columns: Tokens,
+    start: ChunkStats | None,
     stats: ChunkStats,
-    fresh: bool,
 ) -> None:
-    """Fold the chunk in hand; `fresh` statistics have seen no key and are not read."""
+    """`stats = merge(start, statistics of the chunk in hand)`; all in HBM, `start` may be `stats`."""
     launch.unpack_tokens(chunk.tokens, columns, tiling.block_kv)
     tokens = (query_tokens, columns)
     row, column = common.outer_of, common.inner_of
@@ -149,12 +151,12 @@ def _fold_hop(
     stats_specs = ChunkStats(of_query(shape.value_dim), of_query(1), of_query(1))
 
     def step(at: Any, operands: Any, results: ChunkStats) -> None:
-        query, key, value, tokens, start = operands
+        query, key, value, tokens, before = operands
         code = blocks.step(steps.code, at)
 
         @pl.when(common.is_first(code))
         def _():
-            for to, first, initial in zip(results, start or (None,) * 3, (0, 0, -jnp.inf), strict=True):
+            for to, first, initial in zip(results, before or (None,) * 3, (0, 0, -jnp.inf), strict=True):
                 to[...] = jnp.full(to.shape, initial, to.dtype) if first is None else first[...]
 
         fold = functools.partial(fold_pair, shape, tiling, query, key, value, tokens, results)
@@ -163,13 +165,13 @@ def _fold_hop(
     launch.pipeline(
         step,
         (*query.shape[:3], steps.total[index]),
-        (query, *chunk.chunk, tokens, None if fresh else stats),
+        (query, *chunk.chunk, tokens, start),
         (
             of_query(query.shape[3]),
             key_spec,
             value_spec,
             blocks.token_specs(tokens, tiling, row, column),
-            None if fresh else stats_specs,
+            None if start is None else stats_specs,
         ),
         stats,
         stats_specs,

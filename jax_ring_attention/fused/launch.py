@@ -27,25 +27,17 @@ def call(
     scalars: Any,
     operands: Any,
     out_shape: Any,
-    aliased: tuple[Any, Any],
     scratch: Any,
     vmem_limit: int,
 ) -> Any:
     """Run `body(scalars, operands, results, scratch)` once; every argument is a tree.
 
-    `scalars` are arrays in scalar memory, `operands` and results stay in HBM. The arrays of `aliased[0]` share memory with the
-    results `aliased[1]`, in order.
+    `scalars` are arrays in scalar memory, `operands` and results stay in HBM.
     """
     inputs, structure = jax.tree.flatten((scalars, operands))
     count = len(jax.tree.leaves(scalars))
     flat_out, out_structure = jax.tree.flatten(out_shape)
     flat_scratch, scratch_structure = jax.tree.flatten(scratch)
-    sources = {id(x): i for i, x in enumerate(inputs)}
-    targets = {id(x): i for i, x in enumerate(flat_out)}
-    aliases = {
-        sources[id(source)]: targets[id(target)]
-        for source, target in zip(jax.tree.leaves(aliased[0]), jax.tree.leaves(aliased[1]), strict=False)
-    }
 
     def kernel(*refs):
         given = jax.tree.unflatten(structure, refs[: len(inputs)])
@@ -59,7 +51,6 @@ def call(
         out_specs=[in_hbm] * len(flat_out),
         out_shape=flat_out,
         scratch_shapes=flat_scratch,
-        input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(collective_id=route.collective_id, vmem_limit_bytes=vmem_limit),
         name=name,
     )
