@@ -77,7 +77,7 @@ def ring_attention(
       query_seq_lengths, key_value_seq_lengths: int (B,); tokens from that natural index on are padding.
       local_window_size: (left, right), or an int W for (W, W), inclusive on both ends; None on a side is unbounded. With
         (2, 0), position 5 sees positions 3, 4 and 5.
-      implementation: "mosaic_gpu" (Hopper GPUs, bfloat16 and float16), "xla" (any platform), "autodiff" (any order and mode of
+      implementation: "mosaic_gpu" (Hopper GPUs, bfloat16 and float16), "mosaic_tpu" (TPUs), "xla" (any platform), "autodiff" (any order and mode of
         differentiation, for short sequences), or None for the first that suits devices and inputs. A named one that cannot do it
         raises.
       return_residual: also return the log-sum-exp.
@@ -93,7 +93,8 @@ def ring_attention(
       layout: order in which tokens are STORED along T and S: "contiguous", "zigzag" or "striped" (`to_layout`). Per-token
         arguments follow the stored order. The causal work is balanced over devices in the last two.
       schedule: "ring"; "bidirectional", which sends the halves of each chunk opposite ways, and equals "ring" where a window
-        leaves hops out; or "all_gather", which holds all keys at once.
+        leaves hops out; "all_gather", which holds all keys at once; or "fused", which equals "ring" but runs every hop in one
+        kernel on TPUs (implementation "mosaic_tpu", which it takes by itself).
       block_sizes: `BlockSizes(block_q, block_kv)`, a pair or an int: the kernel's tiling.
 
     Returns:
@@ -217,10 +218,12 @@ class _Shard:
         else:
             needed = None if self.placed else needed_offsets(self.layout, self.ring_size, length, key_length, problem.reach)
             legs = plan_hops(self.schedule, self.ring_size, key_length, needed)
-        is_fused = self.schedule == "fused"
-        select = fused.select_kernel if is_fused else select_kernel
-        kernel = select(chunk_problems(problem, self.ring_size, legs), self.implementation)
-        return Ring(self.axes, self.ring_size, self.layout, legs, problem, kernel, is_fused)
+        problems = chunk_problems(problem, self.ring_size, legs)
+        if self.schedule == "fused" and legs is not None:
+            kernel = fused.select_kernel(problems, self.implementation, legs)
+            return Ring(self.axes, self.ring_size, self.layout, legs, problem, kernel, fused=True)
+        kernel = select_kernel(problems, self.implementation)
+        return Ring(self.axes, self.ring_size, self.layout, legs, problem, kernel)
 
 
 def _join_chunks(key: Any, value: Any, rank: int) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:

@@ -99,7 +99,7 @@ def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
     The emulator of 0.10 to 0.12 evaluates index maps and kernel bodies op by op, and under `check_vma=True` refuses to mix grid
     indices with varying numbers, so it runs unchecked here. What it returns has the types that the call declared.
     """
-    from jax._src import config  # private: the public switch is an argument of the caller's own shard_map
+    from jax._src import callback, config, effects  # private: the public switch is an argument of the caller's own shard_map
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator
     from jax.experimental.pallas import tpu as pltpu
 
@@ -119,6 +119,8 @@ def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
     from jax._src.pallas.mosaic import tpu_info
 
     emulator.interpret_pallas_call, emulator.RaceDetectionState = unchecked, recorded
+    effects.remat_allowed_effects.add_type(callback.OrderedIOEffect)  # of its callbacks, which may well run twice
+    effects.remat_allowed_effects.add_type(callback.IOEffect)
     known = dict(tpu_info.registry)
     tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
     try:
@@ -169,19 +171,19 @@ def untransposable(tree: Any, message: str) -> Any:
     return jax.tree.map(lambda x: _untransposable_p.bind(x, message=message), tree)
 
 
-def call_without_varying(function: Callable[..., Any], *operands: Any) -> Any:
+def call_without_varying(function: Callable[..., Any], *operands: Any, axes: frozenset[str] | None = None) -> Any:
     """`function(*operands)` for a function that calls a Mosaic GPU kernel, or a TPU kernel with loops, also under `check_vma=True`.
 
     Kernel bodies of 0.11 and 0.12 mix values that keep the operands' varying axes with values that drop them, and references
     with varying axes are refused; on TPUs the conversion between the two cannot be compiled. So the call is traced unchecked, on operands that carry no axes (a slice traced unchecked
-    drops them, and XLA drops the slice), and what comes out is marked as varying again.
+    drops them, and XLA drops the slice), and what comes out is marked as varying again: over `axes`, or where any operand does.
     """
-    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
-    if not axes:
+    found = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
+    if not found:
         return function(*operands)
     from jax._src import config  # private: the public switch is an argument of the caller's own shard_map
 
     with config._check_vma(False):
         plain = jax.tree.map(lambda x: lax.slice(x, (0,) * x.ndim, x.shape), operands)
         result = function(*plain)
-    return vary_over(result, axes)
+    return vary_over(result, found if axes is None else axes)

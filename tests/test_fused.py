@@ -141,3 +141,65 @@ def test_the_detector_or_the_numbers_show_what_is_missing(name, monkeypatch):
         jax.clear_caches()
     wrong = any(not np.array_equal(a, b) for a, b in zip(want, have, strict=True))
     assert (compat.tpu_interpret_found_races() or wrong) == (not name.endswith("intact"))
+
+
+# Inside programs.
+
+
+def grads_of(mesh, spec, schedule, inputs, layers=1):
+    """Output and gradients of a few rematerialised layers of attention in a scan."""
+
+    def layer(x, key):
+        out = ring_attention(x, key, key, is_causal=True, mesh=mesh, spec=spec, schedule=schedule, implementation="mosaic_tpu")
+        return x + out, None
+
+    def loss(query, keys):
+        out, _ = jax.lax.scan(jax.checkpoint(layer), query, keys)
+        return (out * inputs.d_out).sum()
+
+    keys = jnp.stack([inputs.key * (i + 1) for i in range(layers)])
+    return jax.jit(jax.value_and_grad(loss, (0, 1)))(inputs.query, keys)
+
+
+def test_layers_in_a_scan_under_remat_and_a_second_call():
+    inputs, mesh = random_inputs(4, 1, 3 * 16, heads=1, head_dim=16), ring_mesh(3)
+    with emulated():
+        want = grads_of(mesh, P(None, "seq"), "ring", inputs, layers=2)
+        for _ in range(2):
+            have = grads_of(mesh, P(None, "seq"), "fused", inputs, layers=2)
+            jax.tree.map(np.testing.assert_array_equal, have, want)
+        assert not compat.tpu_interpret_found_races()
+
+
+def test_two_rings_in_one_program_beside_other_axes():
+    mesh = mesh_of(data=2, seq=2, tensor=2)
+    inputs = random_inputs(5, 2, 32, heads=2, kv_heads=2, head_dim=16)
+
+    def attend(schedule, query, key, value):
+        call = functools.partial(ring_attention, mesh=mesh, schedule=schedule, implementation="mosaic_tpu")
+        first = call(query, key, value, spec=P("data", "seq", "tensor"))
+        return call(first, key, value, spec=P(None, "tensor", "seq"))
+
+    with emulated():
+        want, have = (value_and_grads(functools.partial(attend, x), inputs[:3], inputs.d_out) for x in ("ring", "fused"))
+        assert not compat.tpu_interpret_found_races()
+    jax.tree.map(np.testing.assert_array_equal, have, want)
+
+
+def test_d_query_in_parts(monkeypatch):
+    """Where d_query of one head does not fit in VMEM: parts of the queries one after another, at every hop."""
+    inputs = random_inputs(7, 1, 2 * 256, heads=2, kv_heads=1, head_dim=16)
+    call = functools.partial(
+        ring_attention,
+        is_causal=True,
+        block_sizes=128,
+        mesh=ring_mesh(2),
+        spec=P(None, "seq"),
+        implementation="mosaic_tpu",
+    )
+    for module in ("fused", "kernels.mosaic_tpu"):
+        monkeypatch.setattr(f"jax_ring_attention.{module}.resident_units", lambda shape, tiling: 3)
+    with emulated():
+        want, have = (value_and_grads(functools.partial(call, schedule=x), inputs[:3], inputs.d_out) for x in ("ring", "fused"))
+        assert not compat.tpu_interpret_found_races()
+    jax.tree.map(np.testing.assert_array_equal, have, want)

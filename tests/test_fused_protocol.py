@@ -246,7 +246,7 @@ def run_calls(monkeypatch: Any, devices: int, calls: list[list[Call]], seed: int
             semaphores = tuple(Ref(f"chunk {name}") for name in ("sent", "arrived", "credit"))
             if call.kernel == "forward":
                 operands = (types.SimpleNamespace(shape=()), None, own, None)
-                forward._kernel(None, None, route, listed, (neighbours, None, None, listed.total), operands, ((), buffers), semaphores)
+                forward._kernel(None, None, route, listed, (neighbours, (None, None, listed.total)), operands, ((), buffers), semaphores)
             else:
                 pair = functools.partial(lambda name: KeyValue(Ref(f"d_key {name}"), Ref(f"d_value {name}")))
                 d_semaphores = tuple(Ref(f"d_chunk {name}") for name in ("sent", "arrived", "credit"))

@@ -12,22 +12,18 @@ import jax
 from jax_ring_attention import ring as plain
 from jax_ring_attention.fused import hops
 from jax_ring_attention.kernels.contract import Kernel, Problem
-from jax_ring_attention.kernels.mosaic_tpu import MosaicTpuKernel
+from jax_ring_attention.kernels.mosaic_tpu import LARGEST_LIST, MosaicTpuKernel
 from jax_ring_attention.kernels.mosaic_tpu.tiling import resident_units
 from jax_ring_attention.masks import Tokens
 from jax_ring_attention.schedule import Leg
 from jax_ring_attention.shard import Shard
 from jax_ring_attention.stats import finalize_chunk_stats
 
-#: Entries of the lists of steps of all hops together: twice as many integers of 4 bytes lie in scalar memory.
-_LARGEST_LIST = 2**16
-
-
-def select_kernel(problems: tuple[Problem, ...], implementation: str | None) -> type[Kernel]:
-    """`mosaic_tpu`, or an error that says why not.
+def select_kernel(problems: tuple[Problem, ...], implementation: str | None, legs: tuple[Leg, ...]) -> type[Kernel]:
+    """`mosaic_tpu`, or an error that says why not; `problems` are those of `legs`.
 
     Raises:
-      ValueError: another implementation is named. NotImplementedError: it refuses.
+      ValueError: another implementation is named. NotImplementedError: it refuses, or its lists for all hops are too long.
     """
     if implementation not in (None, MosaicTpuKernel.name):
         raise ValueError(
@@ -37,8 +33,14 @@ def select_kernel(problems: tuple[Problem, ...], implementation: str | None) -> 
     for problem in problems:
         if (reason := MosaicTpuKernel.refusal(problem)) is not None:
             raise NotImplementedError(
-                f"schedule='fused' runs implementation='mosaic_tpu', which refuses: {reason}. Other implementations run with "
+                f"schedule='fused' runs implementation='mosaic_tpu', which refuses: {reason}. Other implementations want "
                 "schedule='ring'."
+            )
+        hops = 1 + max(leg.streams[0].hops for leg in legs)
+        if (pairs := hops * MosaicTpuKernel(problem).longest_list) > LARGEST_LIST:
+            raise NotImplementedError(
+                f"schedule='fused' lists the block pairs of all {hops} hops at once, {pairs} entries, and scalar memory holds "
+                f"{LARGEST_LIST}; pass larger block_sizes, or use schedule='ring'."
             )
     return MosaicTpuKernel
 

@@ -73,7 +73,8 @@ def grads_hops(
         functools.partial(_kernel, shape, tiling, route, parts),
         name="ring_attention_fused_backward",
         route=route,
-        scalars=(coordinates, tuple((steps.code, steps.compared, steps.total) for _, steps in parts)),
+        coordinates=coordinates,
+        scalars=tuple((steps.code, steps.compared, steps.total) for _, steps in parts),
         operands=(rows, query_tokens, own, d_query),
         out_shape=results,
         scratch=(

@@ -77,7 +77,8 @@ def fold_hops(
         functools.partial(_kernel, shape, tiling, route, steps),
         name="ring_attention_fused_forward",
         route=route,
-        scalars=(coordinates, steps.code, steps.compared, steps.total),
+        coordinates=coordinates,
+        scalars=(steps.code, steps.compared, steps.total),
         operands=(query, query_tokens, own, carry),
         out_shape=(stats, buffers_of(own)),
         scratch=Channel.semaphores(len(jax.tree.leaves(own))),
@@ -89,7 +90,7 @@ def fold_hops(
 def _kernel(
     shape: Shape, tiling: Tiling, route: Route, steps: HopSteps, scalars: Any, operands: Any, results: Any, scratch: Any
 ) -> None:
-    coordinates, *listed = scalars
+    coordinates, listed = scalars
     query, query_tokens, own, carry = operands
     stats, buffers = results
     here = HopSteps(*listed, steps.length, steps.rows)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_ring_attention import compat
 from jax_ring_attention.kernels.contract import KeyValue
 from jax_ring_attention.kernels.mosaic_tpu import MosaicTpuKernel, common
 from jax_ring_attention.kernels.mosaic_tpu.common import Tiling
@@ -58,7 +59,13 @@ class Travels(NamedTuple):
 
 
 def route_of(ring: Ring, leg: Leg) -> Route:
+    """Raises NotImplementedError where some mesh axes are not manual, or the ring's are not adjacent (`collective_id`)."""
     sizes = jax.sharding.get_abstract_mesh().shape
+    if automatic := [name for name, size in sizes.items() if size > 1 and name not in compat.manual_axes()]:
+        raise NotImplementedError(
+            f"schedule='fused' addresses devices by all their mesh coordinates, and the axes {automatic} are not manual here; make "
+            "shard_map manual over them too, pass global arrays, or use schedule='ring'."
+        )
     return Route(len(sizes), leg.streams[0].hops, 0 if leg.home else 1, collective_id(ring.axis_name, sizes))
 
 
@@ -66,13 +73,11 @@ def coordinates_of(ring: Ring, stream: Stream, rank: jax.Array) -> jax.Array:
     """(3 * mesh axes,) int32: mesh coordinates of where this device's chunks go, where they come from, and the last one's owner."""
     sizes = jax.sharding.get_abstract_mesh().shape
     steps = stream.direction * jnp.array([1, -1, -stream.hops], jnp.int32)
-    along = dict(zip(ring.axis_name, jnp.unravel_index((rank + steps) % ring.size, _sizes_of(ring, sizes)), strict=True))
-    columns = [along[name] if name in along else jnp.broadcast_to(lax.axis_index(name), (3,)) for name in sizes]
+    places = jnp.unravel_index((rank + steps) % ring.size, tuple(sizes[name] for name in ring.axis_name))
+    along = dict(zip(ring.axis_name, places, strict=True))
+    here = {name: lax.axis_index(name) if size > 1 else 0 for name, size in sizes.items() if name not in along}
+    columns = [jnp.broadcast_to(along[name] if name in along else here[name], (3,)) for name in sizes]
     return jnp.stack([column.astype(jnp.int32) for column in columns], axis=1).reshape(-1)
-
-
-def _sizes_of(ring: Ring, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(sizes[name] for name in ring.axis_name)
 
 
 def own_tokens(shard: Shard, leg: Leg) -> tuple[Tokens, Tokens]:

@@ -24,18 +24,21 @@ def call(
     *,
     name: str,
     route: Route,
+    coordinates: jax.Array,
     scalars: Any,
     operands: Any,
     out_shape: Any,
     scratch: Any,
     vmem_limit: int,
 ) -> Any:
-    """Run `body(scalars, operands, results, scratch)` once; every argument is a tree.
+    """Run `body((coordinates, scalars), operands, results, scratch)` once; every argument is a tree.
 
-    `scalars` are arrays in scalar memory, `operands` and results stay in HBM.
+    `coordinates` and `scalars` are arrays in scalar memory, `operands` and results stay in HBM.
     """
-    inputs, structure = jax.tree.flatten((scalars, operands))
-    count = len(jax.tree.leaves(scalars))
+    inputs, structure = jax.tree.flatten(((coordinates, scalars), operands))
+    count = 1 + len(jax.tree.leaves(scalars))
+    # What comes out does not depend on where the device is, except through what it reads.
+    axes = frozenset().union(*(compat.varying_axes(x) for x in inputs[1:]))
     flat_out, out_structure = jax.tree.flatten(out_shape)
     flat_scratch, scratch_structure = jax.tree.flatten(scratch)
 
@@ -54,7 +57,7 @@ def call(
         compiler_params=pltpu.CompilerParams(collective_id=route.collective_id, vmem_limit_bytes=vmem_limit),
         name=name,
     )
-    return jax.tree.unflatten(out_structure, compat.call_without_varying(run, *inputs))
+    return jax.tree.unflatten(out_structure, compat.call_without_varying(run, *inputs, axes=axes))
 
 
 class HopBlocks:

@@ -25,7 +25,8 @@ from jax_ring_attention.masks import Tokens, pad_tokens
 from jax_ring_attention.stats import ChunkStats
 
 _SUBLANES = 16
-_LARGEST_LIST = 2**16
+#: Entries of lists of steps in scalar memory: two integers of 4 bytes each.
+LARGEST_LIST = 2**16
 
 
 class MosaicTpuKernel(Kernel):
@@ -76,18 +77,21 @@ class MosaicTpuKernel(Kernel):
         wrong = [f"{name}={size}" for name, size in problem.block_sizes._asdict().items() if size is not None and size % LANES]
         if wrong:
             return f"its blocks are multiples of {LANES} tokens, not {' and '.join(wrong)}{use_xla} for others"
-        kernel = MosaicTpuKernel(problem)
-        for tiling in (kernel.forward, kernel.backward):
-            pairs = (
-                kernel.shape.groups * (kernel.shape.query_length // tiling.block_q) * (kernel.shape.key_length // tiling.block_kv)
+        if (pairs := MosaicTpuKernel(problem).longest_list) > LARGEST_LIST:
+            return (
+                f"its list of block pairs would have {pairs} entries and scalar memory holds {LARGEST_LIST}; shard over "
+                f"more devices, pass larger block_sizes{use_xla}"
             )
-            pairs *= kernel.shape.batch if problem.row_wise else 1
-            if pairs > _LARGEST_LIST:
-                return (
-                    f"its list of block pairs would have {pairs} entries and scalar memory holds {_LARGEST_LIST}; shard over "
-                    f"more devices, pass larger block_sizes{use_xla}"
-                )
         return None
+
+    @property
+    def longest_list(self) -> int:
+        """Pairs of blocks that one chunk's list of steps may have, in the forward or the backward kernel."""
+        blocks = (
+            self.shape.groups * (self.shape.query_length // tiling.block_q) * (self.shape.key_length // tiling.block_kv)
+            for tiling in (self.forward, self.backward)
+        )
+        return max(blocks) * (self.shape.batch if self.problem.row_wise else 1)
 
     # Packing.
 
