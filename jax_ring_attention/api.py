@@ -77,9 +77,9 @@ def ring_attention(
       query_seq_lengths, key_value_seq_lengths: int (B,); tokens from that natural index on are padding.
       local_window_size: (left, right), or an int W for (W, W), inclusive on both ends; None on a side is unbounded. With
         (2, 0), position 5 sees positions 3, 4 and 5.
-      implementation: "mosaic_gpu" (Hopper GPUs, bfloat16 and float16), "mosaic_tpu" (TPUs), "xla" (any platform), "autodiff" (any order and mode of
-        differentiation, for short sequences), or None for the first that suits devices and inputs. A named one that cannot do it
-        raises.
+      implementation: "mosaic_gpu" (Hopper GPUs, bfloat16 and float16), "mosaic_tpu" (TPUs), "xla" (any platform), "autodiff" (any
+        order and mode of differentiation, for short sequences), or None for the first that suits devices and inputs. A named one
+        that cannot do it raises.
       return_residual: also return the log-sum-exp.
       segment_ids: int (B, T) for query and key alike, or `SegmentIds(query, key_value)`. Tokens see their own segment only; a
         negative id is padding: sees nothing, is seen by nobody.

@@ -92,6 +92,14 @@ def default_matmul_precision() -> str | None:
 _emulated_races: list[Any] = []
 
 
+_emulating: list[bool] = []
+
+
+def emulates_tpu() -> bool:
+    """Whether we are inside `tpu_interpret_mode`."""
+    return bool(_emulating)
+
+
 @contextlib.contextmanager
 def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
     """Inside, Pallas TPU kernels are emulated on the CPU; `parameters` are those of `pltpu.InterpretParams`.
@@ -106,6 +114,7 @@ def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
     checked = emulator.interpret_pallas_call
     new_races = emulator.RaceDetectionState
     _emulated_races.clear()
+    _emulating.append(True)
 
     def recorded(*args, **kwargs):
         _emulated_races.append(new_races(*args, **kwargs))
@@ -115,10 +124,12 @@ def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
         with config._check_vma(False):
             return checked(*args, **kwargs)
 
-    # `emit_pipeline` asks how the chip tiles memory, and there is no entry for the CPU. 0.12 moved the module; the old name forwards.
+    # `emit_pipeline` asks how the chip tiles memory, and there is no entry for the CPU. 0.12 moved the module; the old name
+    # forwards.
     from jax._src.pallas.mosaic import tpu_info
 
-    emulator.interpret_pallas_call, emulator.RaceDetectionState = unchecked, recorded
+    emulator.interpret_pallas_call = unchecked
+    emulator.RaceDetectionState = recorded  # type: ignore[assignment, misc]
     effects.remat_allowed_effects.add_type(callback.OrderedIOEffect)  # of its callbacks, which may well run twice
     effects.remat_allowed_effects.add_type(callback.IOEffect)
     known = dict(tpu_info.registry)
@@ -127,9 +138,11 @@ def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**parameters)):
             yield
     finally:
-        emulator.interpret_pallas_call, emulator.RaceDetectionState = checked, new_races
+        emulator.interpret_pallas_call = checked
+        emulator.RaceDetectionState = new_races  # type: ignore[misc]
         tpu_info.registry.clear()
         tpu_info.registry.update(known)
+        _emulating.pop()
 
 
 def tpu_interpret_found_races() -> bool:
@@ -172,10 +185,11 @@ def untransposable(tree: Any, message: str) -> Any:
 
 
 def call_without_varying(function: Callable[..., Any], *operands: Any, axes: frozenset[str] | None = None) -> Any:
-    """`function(*operands)` for a function that calls a Mosaic GPU kernel, or a TPU kernel with loops, also under `check_vma=True`.
+    """`function(*operands)` for a function that calls a Mosaic GPU kernel, or a TPU kernel with loops; also under `check_vma`.
 
     Kernel bodies of 0.11 and 0.12 mix values that keep the operands' varying axes with values that drop them, and references
-    with varying axes are refused; on TPUs the conversion between the two cannot be compiled. So the call is traced unchecked, on operands that carry no axes (a slice traced unchecked
+    with varying axes are refused; on TPUs the conversion between the two cannot be compiled. So
+    the call is traced unchecked, on operands that carry no axes (a slice traced unchecked
     drops them, and XLA drops the slice), and what comes out is marked as varying again: over `axes`, or where any operand does.
     """
     found = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))

@@ -59,12 +59,20 @@ class RingAttention:
         **options: Any,
     ) -> Any:
         """`ring_attention(query, key, value, bias, mask, **options)` for arrays (B, T, N, H), (B, S, K, H) and (B, S, K, Hv)."""
-        for name, x, heads in (("query", query, self.num_heads), ("key", key, self.num_kv_heads), ("value", value, self.num_kv_heads)):
+        for name, x, heads in (
+            ("query", query, self.num_heads),
+            ("key", key, self.num_kv_heads),
+            ("value", value, self.num_kv_heads),
+        ):
             if x.ndim < 3 or x.shape[-2] != heads:
-                raise ValueError(f"{name} has shape {x.shape}; this RingAttention has {heads} heads for it, on the last axis but one.")
+                raise ValueError(
+                    f"{name} has shape {x.shape}; this RingAttention has {heads} heads for it, on the last axis but one."
+                )
         for field in dataclasses.fields(self)[2:]:
             if field.name in options:
-                raise ValueError(f"{field.name}= is fixed to {getattr(self, field.name)!r} when a RingAttention is built; leave it out.")
+                raise ValueError(
+                    f"{field.name}= is fixed to {getattr(self, field.name)!r} when a RingAttention is built; leave it out."
+                )
         return ring_attention(
             query,
             key,

@@ -80,8 +80,8 @@ def plan_hops(schedule: str, ring_size: int, key_length: int, needed: np.ndarray
     """The legs of a `ring`, `fused` or `bidirectional` schedule.
 
     Args:
-      schedule: "ring" and "fused" move whole chunks one way; "bidirectional" moves the two halves of every chunk opposite ways, so that
-        both directions of each link carry half of the bytes.
+      schedule: "ring" and "fused" move whole chunks one way; "bidirectional" moves the two halves of every chunk opposite ways,
+        so that both directions of each link carry half of the bytes.
       ring_size: number of devices P.
       key_length: tokens per chunk.
       needed: per offset, whether any device needs that chunk (`needed_offsets`); None means all. Unneeded hops are not

@@ -41,8 +41,9 @@ def _attend_fwd(ring, inputs, integers):
 
 def _attend_bwd(ring, residuals, cotangents):
     inputs, integers, out, lse = residuals
+    d_out, d_lse = cotangents
     leg = fused.grads_leg if ring.fused else grads_leg
-    gradients = ring_backward(ring, inputs, integers, out, lse, *cotangents, grads_leg=leg)
+    gradients = ring_backward(ring, inputs, integers, out, lse, d_out, d_lse, leg)
     return compat.untransposable(gradients, DERIVATIVES_MESSAGE), None
 
 

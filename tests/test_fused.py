@@ -1,6 +1,6 @@
-"""The whole ring in one TPU kernel, in the emulator of TPUs that comes with Pallas: `schedule="fused"` equals attention, without races.
+"""The whole ring in one TPU kernel, in the emulator of TPUs that comes with Pallas: equal to attention, and without races.
 
-The emulator runs one kernel at a time, so what one call's signals may do to the next call is tested by tests/test_fused_protocol.py,
+The emulator runs one kernel at a time, so what one call's signals may do to the next is tested by tests/test_fused_protocol.py,
 which runs the kernels' own control flow on simulated devices. Compiled for real TPUs in tests/test_aot_fused.py.
 """
 
@@ -16,12 +16,12 @@ import pytest
 from cases import check_ring, mesh_of, ring_mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_ring_attention import SegmentIds, compat, ring_attention
+from jax_ring_attention import compat, ring_attention
+from jax_ring_attention.fused import hops
 from jax_ring_attention.fused.protocol import Channel
 from jax_ring_attention.testing import AttentionInputs, random_inputs, value_and_grads
 
-MODES = ("on_wait", "eager")
-#: A transfer gets one of the free places of the vector clocks; with few of them two transfers share one, and a race is overlooked.
+#: A transfer gets one of the free places of the vector clocks; with few of them two transfers share one and hide a race.
 emulated = functools.partial(compat.tpu_interpret_mode, uninitialized_memory="nan", detect_races=True, vector_clock_size=256)
 
 
@@ -45,7 +45,12 @@ CASES: dict[str, tuple[int, str, dict, dict]] = {
         {"positions": np.random.default_rng(1).permutation(120), "is_causal": True},
     ),
     "grouped heads, Hv != H": (3, "eager", {"tokens": 30, "heads": 4, "kv_heads": 2, "value_dim": 40, "head_dim": 24}, {}),
-    "several blocks, zigzag": (4, "on_wait", {"tokens": 256, "heads": 1}, {"is_causal": True, "layout": "zigzag", "block_sizes": 128}),
+    "several blocks, zigzag": (
+        4,
+        "on_wait",
+        {"tokens": 256, "heads": 1},
+        {"is_causal": True, "layout": "zigzag", "block_sizes": 128},
+    ),
     "window on both sides: two legs": (4, "eager", {"tokens": 24}, {"local_window_size": (30, 20)}),
     "window: fewer hops": (5, "on_wait", {"tokens": 24}, {"local_window_size": (30, 0)}),
     "lengths, padded": (
@@ -120,7 +125,9 @@ MUTATIONS = {
 
 def run_small(schedule: str, has_grads: bool):
     inputs = random_inputs(2, 1, 4 * 16, heads=1, head_dim=16, dtype=jnp.bfloat16)
-    attend = functools.partial(ring_attention, mesh=ring_mesh(4), spec=P(None, "seq"), schedule=schedule, implementation="mosaic_tpu")
+    attend = functools.partial(
+        ring_attention, mesh=ring_mesh(4), spec=P(None, "seq"), schedule=schedule, implementation="mosaic_tpu"
+    )
     with emulated(dma_execution_mode="eager"):
         result = value_and_grads(attend, inputs[:3], inputs.d_out) if has_grads else jax.jit(attend)(*inputs[:3])
         return jax.tree.leaves(jax.block_until_ready(result))
@@ -203,3 +210,88 @@ def test_d_query_in_parts(monkeypatch):
         want, have = (value_and_grads(functools.partial(call, schedule=x), inputs[:3], inputs.d_out) for x in ("ring", "fused"))
         assert not compat.tpu_interpret_found_races()
     jax.tree.map(np.testing.assert_array_equal, have, want)
+
+
+# What is refused, and what is decided before the kernel.
+
+
+def lower(ring_size=2, mesh=None, spec=None, **options):
+    mesh, spec = mesh or ring_mesh(ring_size), spec or P(None, "seq")
+    inputs = random_inputs(0, 1, 128 * mesh.devices.size, heads=2, head_dim=16)
+    attend = functools.partial(ring_attention, mesh=mesh, spec=spec, schedule="fused", **options)
+    with compat.tpu_interpret_mode():
+        return jax.eval_shape(attend, *inputs[:3])
+
+
+@pytest.mark.fast
+def test_cpu_devices_are_refused():
+    inputs = random_inputs(0, 1, 256, heads=2, head_dim=16)
+    with pytest.raises(NotImplementedError, match="devices are CPUs; use schedule='ring'"):
+        ring_attention(*inputs[:3], mesh=ring_mesh(2), spec=P(None, "seq"), schedule="fused")
+
+
+@pytest.mark.fast
+def test_other_implementations_are_refused():
+    with pytest.raises(ValueError, match=r"schedule='fused' .*'mosaic_tpu', not of 'xla'.*schedule='ring'"):
+        lower(implementation="xla")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"mask": jnp.ones((1, 1, 256, 256), bool)}, r"no dense mask or bias.*schedule='ring'"),
+        ({"block_sizes": 64}, r"multiples of 128 tokens.*schedule='ring'"),
+    ],
+    ids=["mask", "block sizes"],
+)
+def test_what_the_kernel_refuses_is_refused_with_the_way_out(options, reason):
+    with pytest.raises(
+        NotImplementedError, match=rf"schedule='fused' runs implementation='mosaic_tpu', which refuses: .*{reason}"
+    ):
+        lower(**options)
+
+
+@pytest.mark.fast
+def test_lists_beyond_scalar_memory_are_refused():
+    shape = jax.ShapeDtypeStruct((1, 4 * 2**15, 1, 64), jnp.bfloat16)  # 2**16 pairs of blocks are what one hop may have
+    attend = functools.partial(ring_attention, mesh=ring_mesh(4), spec=P(None, "seq"), schedule="fused", block_sizes=128)
+    with compat.tpu_interpret_mode(), pytest.raises(NotImplementedError, match=r"all 4 hops at once, 262144 entries.*'ring'"):
+        jax.eval_shape(attend, shape, shape, shape)
+
+
+@pytest.mark.fast
+def test_axes_that_are_not_adjacent_or_not_manual_are_refused():
+    mesh = mesh_of(a=2, b=2, c=2)
+    with pytest.raises(NotImplementedError, match=r"next to each other.*\('a', 'c'\) among \('a', 'b', 'c'\)"):
+        lower(mesh=mesh, spec=P(None, ("a", "c")))
+    lower(mesh=mesh, spec=P(None, ("b", "c")))
+    inputs = random_inputs(0, 1, 256, heads=2, head_dim=16)
+
+    def inside(*x):
+        return ring_attention(*x, axis_name="a", schedule="fused")
+
+    spec = P(None, "a")
+    partly = jax.shard_map(inside, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names={"a"})
+    with compat.tpu_interpret_mode(), pytest.raises(NotImplementedError, match=r"axes \['b', 'c'\] are not manual"):
+        jax.eval_shape(jax.jit(partly), *inputs[:3])
+
+
+@pytest.mark.fast
+def test_rings_share_a_barrier_if_and_only_if_they_have_the_same_neighbours():
+    sizes = {"data": 2, "seq": 4, "tensor": 3}
+    rings = [("data",), ("seq",), ("tensor",), ("data", "seq"), ("seq", "tensor"), ("data", "seq", "tensor")]
+    assert len({hops.collective_id(axes, sizes) for axes in rings}) == len(rings)
+    assert hops.collective_id(("seq",), sizes) == hops.collective_id(("x",), {"data": 2, "x": 4, "tensor": 3})
+    assert hops.collective_id(("seq",), sizes) == hops.collective_id(("y", "z"), {"data": 2, "y": 2, "z": 2, "tensor": 3})
+
+
+@pytest.mark.fast
+def test_one_device_and_a_window_within_one_chunk_have_no_ring_to_fuse():
+    inputs = random_inputs(0, 1, 256, heads=1, head_dim=16)
+    for mesh, options in ((ring_mesh(1), {}), (ring_mesh(2), {"local_window_size": (0, 0)})):
+        attend = functools.partial(ring_attention, mesh=mesh, spec=P(None, "seq"), implementation="mosaic_tpu", **options)
+        with compat.tpu_interpret_mode():
+            have, want = (str(jax.make_jaxpr(functools.partial(attend, schedule=x))(*inputs[:3])) for x in ("fused", "ring"))
+        assert "ring_attention_fused" not in have
+        assert have.count("pallas_call") == want.count("pallas_call") == 1

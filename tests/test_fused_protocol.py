@@ -1,9 +1,10 @@
 """The protocol of the fused ring under every order of events: the kernels' own control flow on simulated devices.
 
-`_kernel` of `fused.forward` and `fused.backward` runs unchanged, one thread per device, with Pallas' semaphores and copies replaced
-by a machine that picks at random what happens next: an instruction of one device, some of which are slow, or half of a copy that is under way. Semaphores
-keep their values from one call to the next, as those of a chip do, and the machine refuses what hardware would not notice: to send
-to a device that runs another call, to leave a semaphore that is not zero, to read a chunk that is not the expected one.
+`_kernel` of `fused.forward` and `fused.backward` runs unchanged, one thread per device, with Pallas' semaphores and copies
+replaced by a machine that picks at random what happens next: an instruction of one device, some of which are slow, or half of a
+copy that is under way. Semaphores keep their values from one call to the next, as those of a chip do. The machine refuses what
+hardware would not notice: to send to a device that runs another call, to leave a semaphore that is not zero, to read a chunk
+that is not the expected one.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class _At:
 
     def __getitem__(self, part: Any) -> Ref:
         return Ref(self.name, part)
+
+
+def pair(name: str) -> KeyValue:
+    return KeyValue(Ref(f"d_key {name}"), Ref(f"d_value {name}"))
 
 
 class Broken(Exception):
@@ -242,13 +247,23 @@ def run_calls(monkeypatch: Any, devices: int, calls: list[list[Call]], seed: int
             steps = (call.direction, -call.direction, -call.direction * route.hops)
             neighbours = [call.ring[(rank + step) % size] for step in steps]
             listed = HopSteps(None, None, [1] * size, 0, 1)
-            buffers = types.SimpleNamespace(slots=Travels(KeyValue(Ref("key slots"), Ref("value slots")), Tokens()), columns=Tokens())
+            buffers = types.SimpleNamespace(
+                slots=Travels(KeyValue(Ref("key slots"), Ref("value slots")), Tokens()), columns=Tokens()
+            )
             semaphores = tuple(Ref(f"chunk {name}") for name in ("sent", "arrived", "credit"))
             if call.kernel == "forward":
                 operands = (types.SimpleNamespace(shape=()), None, own, None)
-                forward._kernel(None, None, route, listed, (neighbours, (None, None, listed.total)), operands, ((), buffers), semaphores)
+                forward._kernel(
+                    None,
+                    None,
+                    route,
+                    listed,
+                    (neighbours, (None, None, listed.total)),
+                    operands,
+                    ((None,) * 3, buffers),
+                    semaphores,
+                )
             else:
-                pair = functools.partial(lambda name: KeyValue(Ref(f"d_key {name}"), Ref(f"d_value {name}")))
                 d_semaphores = tuple(Ref(f"d_chunk {name}") for name in ("sent", "arrived", "credit"))
                 home = Ref("home sent"), Ref("home arrived")
                 tiling = types.SimpleNamespace(block_kv=0)
@@ -355,7 +370,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_part_of_the_protocol_is_needed(name, monkeypatch):
     FAULTS[name](monkeypatch)
-    assert first_fault(monkeypatch, 5, repeated(5, hops=3)) is not None or first_fault(monkeypatch, 5, repeated(5, hops=1)) is not None
+    assert any(first_fault(monkeypatch, 5, repeated(5, hops=hops)) is not None for hops in (3, 1))
 
 
 def test_rings_with_other_neighbours_need_another_barrier(monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jax_ring_attention import compat
 from jax_ring_attention import ring as plain
 from jax_ring_attention.fused import hops
 from jax_ring_attention.kernels.contract import Kernel, Problem
@@ -19,6 +20,7 @@ from jax_ring_attention.schedule import Leg
 from jax_ring_attention.shard import Shard
 from jax_ring_attention.stats import finalize_chunk_stats
 
+
 def select_kernel(problems: tuple[Problem, ...], implementation: str | None, legs: tuple[Leg, ...]) -> type[Kernel]:
     """`mosaic_tpu`, or an error that says why not; `problems` are those of `legs`.
 
@@ -27,8 +29,13 @@ def select_kernel(problems: tuple[Problem, ...], implementation: str | None, leg
     """
     if implementation not in (None, MosaicTpuKernel.name):
         raise ValueError(
-            f"schedule='fused' is one kernel of implementation='mosaic_tpu', not of {implementation!r}; leave implementation out, "
-            "or use schedule='ring', which runs every implementation."
+            f"schedule='fused' is one kernel of implementation='mosaic_tpu', not of {implementation!r}; leave implementation "
+            "out, or use schedule='ring', which runs every implementation."
+        )
+    if jax.default_backend() == "cpu" and compat.tpu_chip() is None and not compat.emulates_tpu():
+        raise NotImplementedError(
+            "schedule='fused' is a TPU kernel, and the devices are CPUs; use schedule='ring' here. To compile for TPUs that are "
+            "elsewhere, pass a mesh of their devices."
         )
     for problem in problems:
         if (reason := MosaicTpuKernel.refusal(problem)) is not None:

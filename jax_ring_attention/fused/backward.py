@@ -1,8 +1,8 @@
 """Backward: every hop of one leg in one kernel.
 
-Key and value travel as in the forward kernel; their gradients, float32, follow one hop behind, so that their transfer hides behind
-the next hop's compute. d_query stays at home. Transfer u of the gradients moves what hop u has summed; it lands in buffer u % 2 of
-the receiver, which adds its own share and sends it on from there. At hop h:
+Key and value travel as in the forward kernel; their gradients, float32, follow one hop behind, so that their transfer hides
+behind the next hop's compute. d_query stays at home. Transfer u of the gradients moves what hop u has summed; it lands in buffer
+u % 2 of the receiver, which adds its own share and sends it on from there. At hop h:
 
     key, value   as in `forward`
     compute      this device's share of d_key and d_value, into `share`; d_query is added to
@@ -10,8 +10,9 @@ the receiver, which adds its own share and sends it on from there. At hop h:
                  wait until transfer h - 1 has left (it was sent all through this hop), grant a credit
                  take a credit, start transfer h                          (not after the last hop)
 
-At its first hop a device writes its share where transfer -1 would have landed; so one buffer is free at the start, not two. After
-the last hop the sums go straight home, into a result that nobody else writes. Their owner runs this kernel: its chunk came from it.
+At its first hop a device writes its share where the transfer before would have landed; so one buffer is free at the start, not
+two. After the last hop the sums go straight home, into a result that nobody else writes. Their owner runs this kernel: the chunk
+came from there.
 """
 
 from __future__ import annotations
@@ -62,10 +63,9 @@ def grads_hops(
       d_query, and d_key (B, K, H, S) and d_value (B, K, Hv, S), float32.
     """
     batch, kv_heads = d_query.shape[:2]
-    one = KeyValue(
-        *(jax.ShapeDtypeStruct((batch, kv_heads, n, shape.key_length), jnp.float32) for n in (shape.head_dim, shape.value_dim))
+    one = tuple(
+        jax.ShapeDtypeStruct((batch, kv_heads, n, shape.key_length), jnp.float32) for n in (shape.head_dim, shape.value_dim)
     )
-
     d_slots = jax.tree.map(lambda x: jax.ShapeDtypeStruct((SLOTS, *x.shape), x.dtype), one)
     results = (jax.ShapeDtypeStruct(d_query.shape, d_query.dtype), one, one, d_slots, buffers_of(own))
     units = max(stop - start for (start, stop), _ in parts)
@@ -89,7 +89,7 @@ def grads_hops(
         ),
         vmem_limit=shape.vmem_limit,
     )
-    return d_query, d_chunk
+    return d_query, KeyValue(*d_chunk)
 
 
 def _kernel(
@@ -106,7 +106,7 @@ def _kernel(
     rows, query_tokens, own, d_start = operands
     d_query, d_home, share, d_slots, buffers = results
     chunk_semaphores, d_semaphores, home_semaphores, scratch = scratch
-    lists = [(part, HopSteps(*refs, steps.length, steps.rows)) for (part, steps), refs in zip(parts, listed, strict=True)]
+    lists = [(part, steps.in_memory(refs)) for (part, steps), refs in zip(parts, listed, strict=True)]
     total, structure = lists[0][1].total, jax.tree.structure(own)
     neighbours = Neighbours(route.mesh_axes, coordinates)
     chunks = Channel(neighbours, jax.tree.leaves(buffers.slots), chunk_semaphores)
@@ -226,7 +226,7 @@ def _grads_hop(
         pair_launch.branch_on_kind(code, tokens, tiling, pair)
         pl.when(number == steps.total[index] - 1)(lambda: pltpu.sync_copy(units, d_query.at[here]))
 
-    row_specs = Rows(of_query(shape.head_dim), of_query(shape.value_dim), of_query(1), of_query(1))
+    row_specs = (of_query(shape.head_dim), of_query(shape.value_dim), of_query(1), of_query(1))
     key_spec = blocks.spec((None, None, tiling.block_kv, shape.head_dim), lambda b, k, code: (b, k, column(code), 0))
     d_chunk_specs = (of_keys(shape.head_dim), of_keys(shape.value_dim))
     token_specs = blocks.token_specs(tokens, tiling, lambda code: head_and_block(code)[1], column)
@@ -234,7 +234,7 @@ def _grads_hop(
         step,
         (*d_query.shape[:2], steps.total[index]),
         (rows, chunk, tokens, tuple(d_chunk) if start else None),
-        (row_specs, KeyValue(key_spec, of_keys(shape.value_dim)), token_specs, d_chunk_specs if start else None),
+        (row_specs, (key_spec, of_keys(shape.value_dim)), token_specs, d_chunk_specs if start else None),
         tuple(d_chunk),
         d_chunk_specs,
     )

@@ -70,9 +70,7 @@ def fold_hops(
       own: this device's own chunk.
       carry: as in the chunk kernel; None has seen no key.
     """
-    stats = ChunkStats(
-        *(jax.ShapeDtypeStruct((*query.shape[:3], n, shape.query_length), jnp.float32) for n in (shape.value_dim, 1, 1))
-    )
+    stats = tuple(jax.ShapeDtypeStruct((*query.shape[:3], n, shape.query_length), jnp.float32) for n in (shape.value_dim, 1, 1))
     result, _ = launch.call(
         functools.partial(_kernel, shape, tiling, route, steps),
         name="ring_attention_fused_forward",
@@ -84,7 +82,7 @@ def fold_hops(
         scratch=Channel.semaphores(len(jax.tree.leaves(own))),
         vmem_limit=shape.vmem_limit,
     )
-    return result
+    return ChunkStats(*result)
 
 
 def _kernel(
@@ -92,8 +90,8 @@ def _kernel(
 ) -> None:
     coordinates, listed = scalars
     query, query_tokens, own, carry = operands
-    stats, buffers = results
-    here = HopSteps(*listed, steps.length, steps.rows)
+    stats, buffers = ChunkStats(*results[0]), results[1]
+    here = steps.in_memory(listed)
     structure = jax.tree.structure(own)
     channel = Channel(Neighbours(route.mesh_axes, coordinates), jax.tree.leaves(buffers.slots), scratch)
     last = route.hops
@@ -149,7 +147,7 @@ def _fold_hop(
 
     key_spec = blocks.spec((None, None, tiling.block_kv, shape.head_dim), lambda b, k, g, code: (b, k, column(code), 0))
     value_spec = blocks.spec((None, None, shape.value_dim, tiling.block_kv), lambda b, k, g, code: (b, k, 0, column(code)))
-    stats_specs = ChunkStats(of_query(shape.value_dim), of_query(1), of_query(1))
+    stats_specs = (of_query(shape.value_dim), of_query(1), of_query(1))
 
     def step(at: Any, operands: Any, results: ChunkStats) -> None:
         query, key, value, tokens, before = operands

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,11 @@ class HopSteps(NamedTuple):
     total: jax.Array
     length: int
     rows: int
+
+    def in_memory(self, refs: Any) -> HopSteps:
+        """With references to scalar memory in the place of the three arrays."""
+        code, compared, total = refs
+        return self._replace(code=code, compared=compared, total=total)
 
 
 class Route(NamedTuple):
@@ -63,14 +68,14 @@ def route_of(ring: Ring, leg: Leg) -> Route:
     sizes = jax.sharding.get_abstract_mesh().shape
     if automatic := [name for name, size in sizes.items() if size > 1 and name not in compat.manual_axes()]:
         raise NotImplementedError(
-            f"schedule='fused' addresses devices by all their mesh coordinates, and the axes {automatic} are not manual here; make "
-            "shard_map manual over them too, pass global arrays, or use schedule='ring'."
+            f"schedule='fused' addresses devices by all their mesh coordinates, and the axes {automatic} are not manual here; "
+            "make shard_map manual over them too, pass global arrays, or use schedule='ring'."
         )
     return Route(len(sizes), leg.streams[0].hops, 0 if leg.home else 1, collective_id(ring.axis_name, sizes))
 
 
 def coordinates_of(ring: Ring, stream: Stream, rank: jax.Array) -> jax.Array:
-    """(3 * mesh axes,) int32: mesh coordinates of where this device's chunks go, where they come from, and the last one's owner."""
+    """(3 * mesh axes,) int32: mesh coordinates of this device's receiver, of its sender, and of the last chunk's owner."""
     sizes = jax.sharding.get_abstract_mesh().shape
     steps = stream.direction * jnp.array([1, -1, -stream.hops], jnp.int32)
     places = jnp.unravel_index((rank + steps) % ring.size, tuple(sizes[name] for name in ring.axis_name))

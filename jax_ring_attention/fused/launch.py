@@ -135,5 +135,3 @@ def _transpose(at: Any, operands: Any, results: Any) -> None:
 def for_hops(first: int, last: int, body: Callable[[Any], None]) -> None:
     """`body(hop)` for first <= hop <= last; one copy of the code."""
     lax.fori_loop(first, last + 1, lambda hop, _: body(hop), None)
-
-

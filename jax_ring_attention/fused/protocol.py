@@ -4,12 +4,12 @@ Every device runs the same program: it receives from `sender` and sends to `rece
 travel together; it has SLOTS buffers in HBM on every device. Transfer t goes from the sender's buffers, or from its own tensors
 when t is its first, to buffer t % SLOTS of the receiver. The invariants:
 
-1. *Landed.* The DMA semaphore `arrived[slot, tensor]` counts the bytes that landed. Nobody reads a buffer before waiting for it.
+1. *Landed.* The DMA semaphore `arriving[slot, tensor]` counts the bytes that landed. Nobody reads a buffer before waiting for it.
    It is per slot, so that bytes of the transfer after next are never taken for this one's.
 2. *Free.* `credit` counts the receiver's free buffers, and lives at the sender. A sender takes one credit before it starts a
-   transfer. The receiver grants one for every buffer that is free at the start, and one whenever both of its readers are done: the
-   compute of that hop, and the transfer onwards (`sent`). So a sender never writes a buffer that is being read, and there are
-   never more transfers under way than buffers.
+   transfer. The receiver grants one for every buffer that is free at the start, and one whenever both readers of a buffer are
+   done: the compute of that hop, and the transfer onwards (`sending`). So a sender never writes a buffer that is being read, and
+   there are never more transfers under way than buffers.
 3. *Started.* `enter` is a barrier with both neighbours. Nothing is sent to a device, no data and no credit, before it has
    signalled that it runs this kernel. A credit is granted only after `enter`.
 4. *Drained.* A device leaves after it has waited for everything that is sent to it and by it: arrivals, credits (as many are
