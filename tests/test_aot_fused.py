@@ -58,10 +58,11 @@ def test_forward_and_backward_compile_to_kernels_alone(name, topology):
     program = compiled(topology, name)
     legs = 2 if "window" in name else 1
     assert kernels(program) == 2 * legs
-    # What travels does so inside the kernels. Only the bounds of given integers are gathered, a few bytes, before them.
+    # What travels does so inside the kernels. Only the bounds of given integers are gathered, before them.
     if "segments" in name:
         assert {one.opcode for one in program.collectives} <= {"all-gather", "all-reduce"}
-        assert 0 < sum(one.bytes for one in program.collectives) < 2**10
+        chunk = 2 * 256 * KV_HEADS * 64 * 4  # bytes of one device's keys
+        assert 0 < sum(one.bytes for one in program.collectives) < chunk / 100
     else:
         assert program.collectives == []
 
