@@ -184,6 +184,24 @@ def untransposable(tree: Any, message: str) -> Any:
     return jax.tree.map(lambda x: _untransposable_p.bind(x, message=message), tree)
 
 
+_unbatchable_p = Primitive("unbatchable")
+_unbatchable_p.def_impl(lambda x, *, message: x)
+_unbatchable_p.def_abstract_eval(lambda x, *, message: x)
+mlir.register_lowering(_unbatchable_p, lambda ctx, x, *, message: [x])
+
+
+def _refuse_batch(operands, axes, *, message):
+    raise NotImplementedError(message)
+
+
+batching.primitive_batchers[_unbatchable_p] = _refuse_batch
+
+
+def unbatchable(tree: Any, message: str) -> Any:
+    """The identity, except that `jax.vmap` over it raises NotImplementedError(message)."""
+    return jax.tree.map(lambda x: _unbatchable_p.bind(x, message=message), tree)
+
+
 def call_without_varying(function: Callable[..., Any], *operands: Any, axes: frozenset[str] | None = None) -> Any:
     """`function(*operands)` for a function that calls a Mosaic GPU kernel, or a TPU kernel with loops; also under `check_vma`.
 

@@ -278,6 +278,14 @@ def test_axes_that_are_not_adjacent_or_not_manual_are_refused():
 
 
 @pytest.mark.fast
+def test_vmap_is_refused():
+    inputs = random_inputs(0, 2, 256, heads=1, head_dim=16)
+    attend = functools.partial(ring_attention, mesh=ring_mesh(2), spec=P(None, "seq"), schedule="fused")
+    with compat.tpu_interpret_mode(), pytest.raises(NotImplementedError, match=r"vmap .*part of the batch B, .*schedule='ring'"):
+        jax.eval_shape(jax.vmap(attend), *(x[:, None] for x in inputs[:3]))
+
+
+@pytest.mark.fast
 def test_rings_share_a_barrier_if_and_only_if_they_have_the_same_neighbours():
     sizes = {"data": 2, "seq": 4, "tensor": 3}
     rings = [("data",), ("seq",), ("tensor",), ("data", "seq"), ("seq", "tensor"), ("data", "seq", "tensor")]

@@ -16,6 +16,11 @@ from jax_ring_attention.fused.hops import HopSteps, Route
 from jax_ring_attention.kernels.mosaic_tpu.common import LANES, Tiling
 from jax_ring_attention.masks import Tokens
 
+_VMAP_MESSAGE = (
+    "jax.vmap over schedule='fused' would run one ring for every element, and its kernel has no such axis; make the mapped axis "
+    "part of the batch B, or use schedule='ring'."
+)
+
 HBM = pltpu.MemorySpace.HBM
 
 
@@ -57,6 +62,7 @@ def call(
         compiler_params=pltpu.CompilerParams(collective_id=route.collective_id, vmem_limit_bytes=vmem_limit),
         name=name,
     )
+    inputs = compat.unbatchable(inputs, _VMAP_MESSAGE)
     return jax.tree.unflatten(out_structure, compat.call_without_varying(run, *inputs, axes=axes))
 
 
