@@ -133,10 +133,15 @@ def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
     effects.remat_allowed_effects.add_type(callback.OrderedIOEffect)  # of its callbacks, which may well run twice
     effects.remat_allowed_effects.add_type(callback.IOEffect)
     known = dict(tpu_info.registry)
+    if "on_race" in inspect.signature(pltpu.InterpretParams).parameters:  # 0.12 raises by itself, 0.10 leaves it to the reader
+        parameters = {"on_race": "warn"} | parameters
     tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
     try:
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**parameters)):
             yield
+    except BaseException:
+        pltpu.reset_tpu_interpret_mode_state()  # or the next kernel goes on with the memory of one that failed
+        raise
     finally:
         emulator.interpret_pallas_call = checked
         emulator.RaceDetectionState = new_races  # type: ignore[misc]
