@@ -67,5 +67,11 @@ def test_forward_and_backward_compile_to_kernels_alone(name, topology):
         assert program.collectives == []
 
 
+def test_a_ring_of_256_chips_compiles():
+    program = compiled("v5e:16x16", "causal zigzag")
+    assert kernels(program) == 2
+    assert program.collectives == []
+
+
 def test_rings_beside_data_and_tensor_axes_compile():
     assert kernels(compiled("v5e:2x4", "causal zigzag", 2, 2)) == 2
