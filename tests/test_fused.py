@@ -212,6 +212,16 @@ def test_d_query_in_parts(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, have, want)
 
 
+def test_x64_changes_nothing():
+    inputs = random_inputs(8, 1, 2 * 16, heads=1, head_dim=16, dtype=jnp.bfloat16)
+    call = functools.partial(ring_attention, is_causal=True, mesh=ring_mesh(2), spec=P(None, "seq"), schedule="fused")
+    with emulated():
+        want = value_and_grads(call, inputs[:3], inputs.d_out)
+        with jax.enable_x64(True):
+            have = value_and_grads(call, inputs[:3], inputs.d_out)
+    jax.tree.map(np.testing.assert_array_equal, have, want)
+
+
 # What is refused, and what is decided before the kernel.
 
 

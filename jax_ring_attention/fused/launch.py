@@ -63,7 +63,9 @@ def call(
         name=name,
     )
     inputs = compat.unbatchable(inputs, _VMAP_MESSAGE)
-    return jax.tree.unflatten(out_structure, compat.call_without_varying(run, *inputs, axes=axes))
+    with jax.enable_x64(False):  # `emit_pipeline` of 0.10 counts its steps in 64 bits otherwise, and does not compile
+        results = compat.call_without_varying(run, *inputs, axes=axes)
+    return jax.tree.unflatten(out_structure, results)
 
 
 class HopBlocks:
