@@ -3,6 +3,7 @@
 from jax_ring_attention.api import ring_attention
 from jax_ring_attention.chunk import attention_chunk_grads, attention_chunk_stats
 from jax_ring_attention.kernels.contract import BlockSizes
+from jax_ring_attention.layer import RingAttention
 from jax_ring_attention.layouts import from_layout, to_layout
 from jax_ring_attention.masks import Positions, SegmentIds
 from jax_ring_attention.stats import ChunkStats, finalize_chunk_stats, identity_chunk_stats, merge_chunk_stats
@@ -16,6 +17,7 @@ __all__ = [
     "BlockSizes",
     "ChunkStats",
     "Positions",
+    "RingAttention",
     "SegmentIds",
     "attention_chunk_grads",
     "attention_chunk_stats",

@@ -88,6 +88,18 @@ def default_matmul_precision() -> str | None:
     return jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
 
 
+#: What the race detector of the emulator found, kernel by kernel.
+_emulated_races: list[Any] = []
+
+
+_emulating: list[bool] = []
+
+
+def emulates_tpu() -> bool:
+    """Whether we are inside `tpu_interpret_mode`."""
+    return bool(_emulating)
+
+
 @contextlib.contextmanager
 def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
     """Inside, Pallas TPU kernels are emulated on the CPU; `parameters` are those of `pltpu.InterpretParams`.
@@ -95,30 +107,54 @@ def tpu_interpret_mode(**parameters: Any) -> Iterator[None]:
     The emulator of 0.10 to 0.12 evaluates index maps and kernel bodies op by op, and under `check_vma=True` refuses to mix grid
     indices with varying numbers, so it runs unchecked here. What it returns has the types that the call declared.
     """
-    from jax._src import config  # private: the public switch is an argument of the caller's own shard_map
+    from jax._src import callback, config, effects  # private: the public switch is an argument of the caller's own shard_map
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator
     from jax.experimental.pallas import tpu as pltpu
 
     checked = emulator.interpret_pallas_call
+    new_races = emulator.RaceDetectionState
+    _emulated_races.clear()
+    _emulating.append(True)
+
+    def recorded(*args, **kwargs):
+        _emulated_races.append(new_races(*args, **kwargs))
+        return _emulated_races[-1]
 
     def unchecked(*args, **kwargs):
         with config._check_vma(False):
             return checked(*args, **kwargs)
 
+    # `emit_pipeline` asks how the chip tiles memory, and there is no entry for the CPU. 0.12 moved the module; the old name
+    # forwards.
+    from jax._src.pallas.mosaic import tpu_info
+
     emulator.interpret_pallas_call = unchecked
+    emulator.RaceDetectionState = recorded  # type: ignore[assignment, misc]
+    effects.remat_allowed_effects.add_type(callback.OrderedIOEffect)  # of its callbacks, which may well run twice
+    effects.remat_allowed_effects.add_type(callback.IOEffect)
+    known = dict(tpu_info.registry)
+    if "on_race" in inspect.signature(pltpu.InterpretParams).parameters:  # 0.12 raises by itself, 0.10 leaves it to the reader
+        parameters = {"on_race": "warn"} | parameters
+    tpu_info.registry.setdefault("cpu", lambda: tpu_info.get_tpu_info_for_chip(tpu_info.ChipVersion.TPU_V5E, 1))
     try:
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(**parameters)):
             yield
+    except BaseException:
+        pltpu.reset_tpu_interpret_mode_state()  # or the next kernel goes on with the memory of one that failed
+        raise
     finally:
         emulator.interpret_pallas_call = checked
+        emulator.RaceDetectionState = new_races  # type: ignore[misc]
+        tpu_info.registry.clear()
+        tpu_info.registry.update(known)
+        _emulating.pop()
 
 
 def tpu_interpret_found_races() -> bool:
-    """Whether the last kernel emulated with `detect_races=True` had one."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as emulator  # private: there is no public reader
-
-    assert emulator.races is not None, "no kernel was emulated with detect_races=True"
-    return bool(emulator.races.races_found)
+    """Whether any kernel emulated with `detect_races=True` had one, since `tpu_interpret_mode` was last entered."""
+    # Private: there is no public reader, and the emulator itself remembers the last kernel only.
+    assert _emulated_races, "no kernel was emulated"
+    return any(state.races_found for state in _emulated_races)
 
 
 def load_whole(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
@@ -164,19 +200,38 @@ def untransposable(tree: Any, message: str) -> Any:
     return jax.tree.map(lambda x: _untransposable_p.bind(x, message=message), tree)
 
 
-def call_without_varying(function: Callable[..., Any], *operands: Any) -> Any:
-    """`function(*operands)` for a function that calls a Mosaic GPU kernel, also under `check_vma=True`.
+_unbatchable_p = Primitive("unbatchable")
+_unbatchable_p.def_impl(lambda x, *, message: x)
+_unbatchable_p.def_abstract_eval(lambda x, *, message: x)
+mlir.register_lowering(_unbatchable_p, lambda ctx, x, *, message: [x])
+
+
+def _refuse_batch(operands, axes, *, message):
+    raise NotImplementedError(message)
+
+
+batching.primitive_batchers[_unbatchable_p] = _refuse_batch
+
+
+def unbatchable(tree: Any, message: str) -> Any:
+    """The identity, except that `jax.vmap` over it raises NotImplementedError(message)."""
+    return jax.tree.map(lambda x: _unbatchable_p.bind(x, message=message), tree)
+
+
+def call_without_varying(function: Callable[..., Any], *operands: Any, axes: frozenset[str] | None = None) -> Any:
+    """`function(*operands)` for a function that calls a Mosaic GPU kernel, or a TPU kernel with loops; also under `check_vma`.
 
     Kernel bodies of 0.11 and 0.12 mix values that keep the operands' varying axes with values that drop them, and references
-    with varying axes are refused. So the call is traced unchecked, on operands that carry no axes (a slice traced unchecked
-    drops them, and XLA drops the slice), and what comes out is marked as varying again.
+    with varying axes are refused; on TPUs the conversion between the two cannot be compiled. So
+    the call is traced unchecked, on operands that carry no axes (a slice traced unchecked
+    drops them, and XLA drops the slice), and what comes out is marked as varying again: over `axes`, or where any operand does.
     """
-    axes = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
-    if not axes:
+    found = frozenset().union(*(varying_axes(x) for x in jax.tree.leaves(operands)))
+    if not found:
         return function(*operands)
     from jax._src import config  # private: the public switch is an argument of the caller's own shard_map
 
     with config._check_vma(False):
         plain = jax.tree.map(lambda x: lax.slice(x, (0,) * x.ndim, x.shape), operands)
         result = function(*plain)
-    return vary_over(result, axes)
+    return vary_over(result, found if axes is None else axes)

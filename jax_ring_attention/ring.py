@@ -15,6 +15,7 @@ Source: Liu, Zaharia and Abbeel 2023, "Ring Attention with Blockwise Transformer
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,22 +28,7 @@ from jax_ring_attention.shard import Chunk, Inputs, Integers, Ring, Shard
 from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finite_or_zero
 
 
-def ring_forward(ring: Ring, inputs: Inputs, integers: Integers) -> tuple[jax.Array, jax.Array]:
-    """`out` (B, T, N, Hv) in the query's dtype and `lse` (B, T, N) in the accumulator's, for this device's queries."""
-    shard = Shard(ring, inputs, integers)
-    query = shard.kernel.pack_query(inputs.query)
-    stats = None  # no key seen
-    if inputs.sinks is not None:
-        stats = shard.kernel.pack_stats(_sink_stats(shard, query, inputs.sinks))
-    if ring.legs is None:
-        chunk, scope = shard.gathered_chunk()
-        return shard.kernel.fold_last(query, chunk.packed, scope, stats)
-    for leg in ring.legs[:-1]:
-        stats = _fold_leg(shard, leg, query, stats)
-    return _fold_leg(shard, ring.legs[-1], query, stats, last=True)
-
-
-def _fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any, last: bool = False) -> Any:
+def fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any, last: bool = False) -> Any:
     """Statistics of the chunks of one leg, merged into `stats` (None: no key seen yet); the last leg gives `(out, lse)`."""
     move, hops = shard.ring.move, leg.streams[0].hops
 
@@ -66,43 +52,27 @@ def _fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any, last: bool = False
     return fold(hops, chunks, stats, last)
 
 
-def ring_backward(
-    ring: Ring, inputs: Inputs, integers: Integers, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
-) -> Inputs:
-    """Gradients of `ring_forward` with respect to `inputs`, in their dtypes."""
+def ring_forward(
+    ring: Ring, inputs: Inputs, integers: Integers, fold_leg: Callable[..., Any] = fold_leg
+) -> tuple[jax.Array, jax.Array]:
+    """`out` (B, T, N, Hv) in the query's dtype and `lse` (B, T, N) in the accumulator's, for this device's queries.
+
+    `fold_leg` runs the hops of one leg.
+    """
     shard = Shard(ring, inputs, integers)
-    accumulator = accumulator_dtype(inputs.query.dtype)
-    delta = (out.astype(accumulator) * d_out.astype(accumulator)).sum(-1) - d_lse
-    (query,) = zero_padding(shard.query_tokens, inputs.query)
-    rows = shard.kernel.pack_rows(query, d_out.astype(query.dtype), lse, delta)
-    # What is summed at home, d_query and d_bias, and the finished (d_key, d_value) of each part of this device's chunk.
-    sums: tuple[Any, ...] = (shard.kernel.initial_d_query(rows), shard.kernel.initial_d_bias(shard.dense))
-    parts: dict[int, tuple[jax.Array, jax.Array]] = {}
+    query = shard.kernel.pack_query(inputs.query)
+    stats = None  # no key seen
+    if inputs.sinks is not None:
+        stats = shard.kernel.pack_stats(_sink_stats(shard, query, inputs.sinks))
     if ring.legs is None:
         chunk, scope = shard.gathered_chunk()
-        d_query, d_bias, d_chunk = shard.kernel.fold_grads(rows, chunk.packed, scope, sums[0], sums[1], ring.size == 1)
-        d_key, d_value = shard.kernel.unpack_d_chunk(d_chunk)
-        sums, parts[0] = (d_query, d_bias), (ring.scatter(d_key), ring.scatter(d_value))
-    for leg in ring.legs or ():
-        sums, d_chunks = _grads_leg(shard, leg, rows, sums)
-        for stream, d_chunk in zip(leg.streams, d_chunks, strict=True):
-            d_part, known = shard.kernels[stream.size].unpack_d_chunk(d_chunk), parts.get(stream.start)
-            parts[stream.start] = d_part if known is None else jax.tree.map(jnp.add, known, d_part)
-
-    d_query, d_bias = sums
-    d_key, d_value = (jnp.concatenate(x, axis=1) for x in zip(*(parts[start] for start in sorted(parts)), strict=True))
-    if inputs.bias is not None:
-        d_bias = lax.slice(d_bias, (0,) * 4, inputs.bias.shape).astype(inputs.bias.dtype)
-    return Inputs(
-        shard.kernel.unpack_d_query(d_query).astype(query.dtype),
-        d_key.astype(inputs.key.dtype),
-        d_value.astype(inputs.value.dtype),
-        d_bias,
-        None if inputs.sinks is None else _d_sinks(inputs.sinks, lse, delta),
-    )
+        return shard.kernel.fold_last(query, chunk.packed, scope, stats)
+    for leg in ring.legs[:-1]:
+        stats = fold_leg(shard, leg, query, stats)
+    return fold_leg(shard, ring.legs[-1], query, stats, last=True)
 
 
-def _grads_leg(shard: Shard, leg: Leg, rows: Any, sums: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def grads_leg(shard: Shard, leg: Leg, rows: Any, sums: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """`sums` with the gradients of one leg added, and the gradients of this device's own chunk, back at home."""
     move, hops = shard.ring.move, leg.streams[0].hops
 
@@ -137,6 +107,49 @@ def _grads_leg(shard: Shard, leg: Leg, rows: Any, sums: tuple[Any, ...]) -> tupl
     if hops:  # one permutation takes them home from wherever the last hop left them
         d_chunks = move(leg, d_chunks, steps=-hops)
     return sums, d_chunks
+
+
+def ring_backward(
+    ring: Ring,
+    inputs: Inputs,
+    integers: Integers,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array,
+    grads_leg: Callable[..., Any] = grads_leg,
+) -> Inputs:
+    """Gradients of `ring_forward` with respect to `inputs`, in their dtypes; `grads_leg` runs the hops of one leg."""
+    shard = Shard(ring, inputs, integers)
+    accumulator = accumulator_dtype(inputs.query.dtype)
+    delta = (out.astype(accumulator) * d_out.astype(accumulator)).sum(-1) - d_lse
+    (query,) = zero_padding(shard.query_tokens, inputs.query)
+    rows = shard.kernel.pack_rows(query, d_out.astype(query.dtype), lse, delta)
+    # What is summed at home, d_query and d_bias, and the finished (d_key, d_value) of each part of this device's chunk.
+    sums: tuple[Any, ...] = (shard.kernel.initial_d_query(rows), shard.kernel.initial_d_bias(shard.dense))
+    parts: dict[int, tuple[jax.Array, jax.Array]] = {}
+    if ring.legs is None:
+        chunk, scope = shard.gathered_chunk()
+        d_query, d_bias, d_chunk = shard.kernel.fold_grads(rows, chunk.packed, scope, sums[0], sums[1], ring.size == 1)
+        d_key, d_value = shard.kernel.unpack_d_chunk(d_chunk)
+        sums, parts[0] = (d_query, d_bias), (ring.scatter(d_key), ring.scatter(d_value))
+    for leg in ring.legs or ():
+        sums, d_chunks = grads_leg(shard, leg, rows, sums)
+        for stream, d_chunk in zip(leg.streams, d_chunks, strict=True):
+            d_part, known = shard.kernels[stream.size].unpack_d_chunk(d_chunk), parts.get(stream.start)
+            parts[stream.start] = d_part if known is None else jax.tree.map(jnp.add, known, d_part)
+
+    d_query, d_bias = sums
+    d_key, d_value = (jnp.concatenate(x, axis=1) for x in zip(*(parts[start] for start in sorted(parts)), strict=True))
+    if inputs.bias is not None:
+        d_bias = lax.slice(d_bias, (0,) * 4, inputs.bias.shape).astype(inputs.bias.dtype)
+    return Inputs(
+        shard.kernel.unpack_d_query(d_query).astype(query.dtype),
+        d_key.astype(inputs.key.dtype),
+        d_value.astype(inputs.value.dtype),
+        d_bias,
+        None if inputs.sinks is None else _d_sinks(inputs.sinks, lse, delta),
+    )
 
 
 def _first_hop(shard: Shard, leg: Leg) -> tuple[int, tuple[Chunk, ...]]:

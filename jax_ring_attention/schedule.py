@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_ring_attention.layouts import shard_progressions
 
-Schedule = Literal["ring", "bidirectional", "all_gather"]
+Schedule = Literal["ring", "bidirectional", "all_gather", "fused"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 Reach = tuple[int | None, int | None]
@@ -77,11 +77,11 @@ def needed_offsets(layout: str, ring_size: int, query_length: int, key_length: i
 
 
 def plan_hops(schedule: str, ring_size: int, key_length: int, needed: np.ndarray | None = None) -> tuple[Leg, ...]:
-    """The legs of a `ring` or `bidirectional` schedule.
+    """The legs of a `ring`, `fused` or `bidirectional` schedule.
 
     Args:
-      schedule: "ring" moves whole chunks one way; "bidirectional" moves the two halves of every chunk opposite ways, so that
-        both directions of each link carry half of the bytes.
+      schedule: "ring" and "fused" move whole chunks one way; "bidirectional" moves the two halves of every chunk opposite ways,
+        so that both directions of each link carry half of the bytes.
       ring_size: number of devices P.
       key_length: tokens per chunk.
       needed: per offset, whether any device needs that chunk (`needed_offsets`); None means all. Unneeded hops are not

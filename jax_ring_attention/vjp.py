@@ -11,8 +11,8 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ring_attention import compat
-from jax_ring_attention.ring import ring_backward, ring_forward
+from jax_ring_attention import compat, fused
+from jax_ring_attention.ring import fold_leg, grads_leg, ring_backward, ring_forward
 from jax_ring_attention.shard import Inputs, Integers, Ring
 
 RESIDUAL_NAMES = ("ring_attention_out", "ring_attention_lse")
@@ -24,20 +24,26 @@ DERIVATIVES_MESSAGE = (
 )
 
 
+def _forward(ring: Ring, inputs: Inputs, integers: Integers) -> tuple[jax.Array, jax.Array]:
+    return ring_forward(ring, inputs, integers, fused.fold_leg if ring.fused else fold_leg)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(ring: Ring, inputs: Inputs, integers: Integers) -> tuple[jax.Array, jax.Array]:
-    return ring_forward(ring, inputs, integers)
+    return _forward(ring, inputs, integers)
 
 
 def _attend_fwd(ring, inputs, integers):
-    out, lse = ring_forward(ring, inputs, integers)
+    out, lse = _forward(ring, inputs, integers)
     out, lse = checkpoint_name(out, RESIDUAL_NAMES[0]), checkpoint_name(lse, RESIDUAL_NAMES[1])
     return (out, lse), (inputs, integers, out, lse)
 
 
 def _attend_bwd(ring, residuals, cotangents):
     inputs, integers, out, lse = residuals
-    gradients = ring_backward(ring, inputs, integers, out, lse, *cotangents)
+    d_out, d_lse = cotangents
+    leg = fused.grads_leg if ring.fused else grads_leg
+    gradients = ring_backward(ring, inputs, integers, out, lse, d_out, d_lse, leg)
     return compat.untransposable(gradients, DERIVATIVES_MESSAGE), None
 
 

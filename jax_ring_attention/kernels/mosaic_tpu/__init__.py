@@ -25,7 +25,8 @@ from jax_ring_attention.masks import Tokens, pad_tokens
 from jax_ring_attention.stats import ChunkStats
 
 _SUBLANES = 16
-_LARGEST_LIST = 2**16
+#: Entries of lists of steps in scalar memory: two integers of 4 bytes each.
+LARGEST_LIST = 2**16
 
 
 class MosaicTpuKernel(Kernel):
@@ -76,18 +77,21 @@ class MosaicTpuKernel(Kernel):
         wrong = [f"{name}={size}" for name, size in problem.block_sizes._asdict().items() if size is not None and size % LANES]
         if wrong:
             return f"its blocks are multiples of {LANES} tokens, not {' and '.join(wrong)}{use_xla} for others"
-        kernel = MosaicTpuKernel(problem)
-        for tiling in (kernel.forward, kernel.backward):
-            pairs = (
-                kernel.shape.groups * (kernel.shape.query_length // tiling.block_q) * (kernel.shape.key_length // tiling.block_kv)
+        if (pairs := MosaicTpuKernel(problem).longest_list) > LARGEST_LIST:
+            return (
+                f"its list of block pairs would have {pairs} entries and scalar memory holds {LARGEST_LIST}; shard over "
+                f"more devices, pass larger block_sizes{use_xla}"
             )
-            pairs *= kernel.shape.batch if problem.row_wise else 1
-            if pairs > _LARGEST_LIST:
-                return (
-                    f"its list of block pairs would have {pairs} entries and scalar memory holds {_LARGEST_LIST}; shard over "
-                    f"more devices, pass larger block_sizes{use_xla}"
-                )
         return None
+
+    @property
+    def longest_list(self) -> int:
+        """Pairs of blocks that one chunk's list of steps may have, in the forward or the backward kernel."""
+        blocks = (
+            self.shape.groups * (self.shape.query_length // tiling.block_q) * (self.shape.key_length // tiling.block_kv)
+            for tiling in (self.forward, self.backward)
+        )
+        return max(blocks) * (self.shape.batch if self.problem.row_wise else 1)
 
     # Packing.
 
@@ -171,7 +175,7 @@ class MosaicTpuKernel(Kernel):
 
     # Who sees whom.
 
-    def _tokens(self, scope: Scope) -> tuple[Tokens, Tokens]:
+    def padded_tokens(self, scope: Scope) -> tuple[Tokens, Tokens]:
         """Padded, (B | 1, T or S); both sides have a segment or neither. Padded queries need no hiding: nobody reads them."""
         query = scope.query_tokens
         key = pad_tokens(scope.key_tokens, self.key_length, self.shape.key_length)
@@ -182,13 +186,15 @@ class MosaicTpuKernel(Kernel):
         query = Tokens(*(None if x is None else pad_to(x, {1: self.shape.query_length}, -1) for x in query))
         return query, key
 
-    def _steps(self, tokens: tuple[Tokens, Tokens], tiling: Tiling, by_query: bool, units: slice = slice(None)) -> Steps:
+    def list_steps(self, tokens: tuple[Tokens, Tokens], tiling: Tiling, by_query: bool, units: slice = slice(None)) -> Steps:
         kinds = common.pair_kinds(*tokens, self.shape, tiling)
-        if not by_query:  # key blocks outside, the query blocks of every head of the group inside
-            kinds = jnp.tile(kinds.swapaxes(1, 2), (1, 1, self.shape.groups))[:, :, units]
-        return common.list_steps(kinds)
+        return common.list_steps(kinds if by_query else self.by_key(kinds, units))
 
-    def _compared(self, tokens: tuple[Tokens, Tokens]) -> tuple[Tokens, Tokens]:
+    def by_key(self, kinds: jax.Array, units: slice) -> jax.Array:
+        """Key blocks outside, the query blocks of every head of the group inside, of which `units` are listed."""
+        return jnp.tile(kinds.swapaxes(1, 2), (1, 1, self.shape.groups))[:, :, units]
+
+    def compared(self, tokens: tuple[Tokens, Tokens]) -> tuple[Tokens, Tokens]:
         """The integers as the kernels read them: a row for queries, columns for keys."""
         query, key = tokens
 
@@ -202,23 +208,23 @@ class MosaicTpuKernel(Kernel):
     def fold(self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None) -> ChunkStats:
         from jax_ring_attention.kernels.mosaic_tpu import forward  # see the module docstring
 
-        tokens = self._tokens(scope)
-        steps = self._steps(tokens, self.forward, by_query=True)
-        return forward.fold_chunk(self.shape, self.forward, query, chunk, steps, self._compared(tokens), carry)
+        tokens = self.padded_tokens(scope)
+        steps = self.list_steps(tokens, self.forward, by_query=True)
+        return forward.fold_chunk(self.shape, self.forward, query, chunk, steps, self.compared(tokens), carry)
 
     def fold_grads(
         self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array, d_bias: Any, rounded: bool
     ) -> tuple[jax.Array, Any, KeyValue]:
         from jax_ring_attention.kernels.mosaic_tpu import backward  # see the module docstring
 
-        tokens = self._tokens(scope)
-        compared = self._compared(tokens)
+        tokens = self.padded_tokens(scope)
+        compared = self.compared(tokens)
         units = d_query.shape[2]
         at_once = resident_units(self.shape, self.backward)
         d_chunk: KeyValue | None = None
         for start in range(0, units, at_once):
             part = start, min(start + at_once, units)
-            steps = self._steps(tokens, self.backward, by_query=False, units=slice(*part))
+            steps = self.list_steps(tokens, self.backward, by_query=False, units=slice(*part))
             d_query, d_chunk = backward.grads_chunk(
                 self.shape, self.backward, rows, chunk, steps, compared, part, d_query, d_chunk
             )

@@ -138,8 +138,8 @@ def _kernel(
         key_transposed[...] = chunk.key[...].T
         value_rows[...] = chunk.value[...].T
 
-    keys = _Keys(chunk.key, key_transposed, value_rows)
-    pair = functools.partial(_pair_grads, shape, tiling, rows, keys, tokens, d_query.at[common.inner_of(code)], d_chunk)
+    keys = Keys(chunk.key, key_transposed, value_rows)
+    pair = functools.partial(pair_grads, shape, tiling, rows, keys, tokens, d_query.at[common.inner_of(code)], d_chunk)
     launch.branch_on_kind(code, tokens, tiling, pair)
 
     @pl.when(step == pl.num_programs(2) - 1)
@@ -147,7 +147,7 @@ def _kernel(
         pltpu.sync_copy(d_query, home(d_query_out))
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
     """One block of keys, as the products want it: (keys, H), (H, keys) and (keys, Hv)."""
 
     key: Any
@@ -155,11 +155,11 @@ class _Keys(NamedTuple):
     value_rows: Any
 
 
-def _pair_grads(
+def pair_grads(
     shape: Shape,
     tiling: Tiling,
     rows: Rows,
-    chunk: _Keys,
+    chunk: Keys,
     tokens: tuple[Tokens, Tokens],
     d_query: Any,
     d_chunk: tuple[Any, Any],

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ring_attention.masks import EMPTY, FULL, Tokens, block_bounds, classify
+from jax_ring_attention.masks import EMPTY, FULL, Bounds, Tokens, block_bounds, classify
 from jax_ring_attention.schedule import Reach
 
 LOG2E = math.log2(math.e)
@@ -148,18 +148,26 @@ def list_steps(kinds: jax.Array) -> Steps:
     return Steps(code.reshape(-1), compared.reshape(-1), count.max(), length, rows)
 
 
+def tile_bounds(tokens: Tokens, length: int, tile: int) -> Bounds:
+    """Bounds of one side's tiles; `length` is padded to whole blocks."""
+    return block_bounds(tokens, length, length // tile)
+
+
 def pair_kinds(query: Tokens, key: Tokens, shape: Shape, tiling: Tiling) -> jax.Array:
-    """(rows, query blocks, key blocks) int32: what every pair of blocks needs; `query` and `key` are padded to whole blocks.
+    """(rows, query blocks, key blocks) int32: what every pair of blocks needs; `query` and `key` are padded to whole blocks."""
+    return kinds_within(
+        tile_bounds(query, shape.query_length, tiling.tile_q), tile_bounds(key, shape.key_length, tiling.tile_kv), shape, tiling
+    )
+
+
+def kinds_within(query: Bounds, key: Bounds, shape: Shape, tiling: Tiling) -> jax.Array:
+    """`pair_kinds` from the bounds of the tiles of both sides.
 
     Diagonal pairs are found on tiles: those below the diagonal full, those above it empty.
     """
     blocks_q, blocks_kv = shape.query_length // tiling.block_q, shape.key_length // tiling.block_kv
     tiles_q, tiles_kv = tiling.tiles_q, tiling.tiles_kv
-    bounds = (
-        block_bounds(query, shape.query_length, blocks_q * tiles_q),
-        block_bounds(key, shape.key_length, blocks_kv * tiles_kv),
-    )
-    tiles = classify(*bounds, shape.reach)
+    tiles = classify(query, key, shape.reach)
     tiles = tiles.reshape(-1, blocks_q, tiles_q, blocks_kv, tiles_kv).swapaxes(2, 3)
     kinds = jnp.where((tiles == EMPTY).all((3, 4)), NOTHING, jnp.where((tiles == FULL).all((3, 4)), UNMASKED, MASKED))
     for j in range(diagonals(tiling)):

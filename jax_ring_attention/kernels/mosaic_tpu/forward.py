@@ -88,11 +88,11 @@ def _kernel(shape: Shape, tiling: Tiling, code: Any, operands: Any, results: Any
         for to, start, initial in zip(stats, carry or (None,) * 3, (0, 0, -jnp.inf), strict=True):
             to[...] = jnp.full(to.shape, initial, to.dtype) if start is None else start[...]
 
-    fold = functools.partial(_fold_pair, shape, tiling, query, key, value, tokens, stats)
+    fold = functools.partial(fold_pair, shape, tiling, query, key, value, tokens, stats)
     launch.branch_on_kind(code, tokens, tiling, fold)
 
 
-def _fold_pair(
+def fold_pair(
     shape: Shape,
     tiling: Tiling,
     query: Any,

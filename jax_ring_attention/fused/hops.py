@@ -1,0 +1,163 @@
+"""What is decided before the one kernel starts: every hop's list of steps, the neighbours, and which barrier it uses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ring_attention import compat
+from jax_ring_attention.kernels.contract import KeyValue
+from jax_ring_attention.kernels.mosaic_tpu import MosaicTpuKernel, common
+from jax_ring_attention.kernels.mosaic_tpu.common import Tiling
+from jax_ring_attention.masks import Bounds, Tokens
+from jax_ring_attention.schedule import Leg, Stream
+from jax_ring_attention.shard import Chunk, Ring, Shard
+
+
+class HopSteps(NamedTuple):
+    """`common.Steps` of all computed hops, one after another.
+
+    Attributes:
+      code, compared: (hops * rows * length,) int32.
+      total: (hops,) int32, 0 where this device has nothing to compute.
+      length, rows: steps listed per batch row, and batch rows listed.
+    """
+
+    code: jax.Array
+    compared: jax.Array
+    total: jax.Array
+    length: int
+    rows: int
+
+    def in_memory(self, refs: Any) -> HopSteps:
+        """With references to scalar memory in the place of the three arrays."""
+        code, compared, total = refs
+        return self._replace(code=code, compared=compared, total=total)
+
+
+class Route(NamedTuple):
+    """How the chunks of one leg travel; static.
+
+    Attributes:
+      mesh_axes: how many axes the mesh has.
+      hops: transfers of key and value, at least 1.
+      first: the first hop that is computed: 0, or 1 where another leg does the home chunk.
+      collective_id: of the barrier.
+    """
+
+    mesh_axes: int
+    hops: int
+    first: int
+    collective_id: int
+
+
+class Travels(NamedTuple):
+    """What goes round: the packed chunk, and its integers as rows (B | 1, 1, S)."""
+
+    chunk: KeyValue
+    tokens: Tokens
+
+
+def route_of(ring: Ring, leg: Leg) -> Route:
+    """Raises NotImplementedError where some mesh axes are not manual, or the ring's are not adjacent (`collective_id`)."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    if automatic := [name for name, size in sizes.items() if size > 1 and name not in compat.manual_axes()]:
+        raise NotImplementedError(
+            f"schedule='fused' addresses devices by all their mesh coordinates, and the axes {automatic} are not manual here; "
+            "make shard_map manual over them too, pass global arrays, or use schedule='ring'."
+        )
+    return Route(len(sizes), leg.streams[0].hops, 0 if leg.home else 1, collective_id(ring.axis_name, sizes))
+
+
+def coordinates_of(ring: Ring, stream: Stream, rank: jax.Array) -> jax.Array:
+    """(3 * mesh axes,) int32: mesh coordinates of this device's receiver, of its sender, and of the last chunk's owner."""
+    sizes = jax.sharding.get_abstract_mesh().shape
+    steps = stream.direction * jnp.array([1, -1, -stream.hops], jnp.int32)
+    places = jnp.unravel_index((rank + steps) % ring.size, tuple(sizes[name] for name in ring.axis_name))
+    along = dict(zip(ring.axis_name, places, strict=True))
+    here = {name: lax.axis_index(name) if size > 1 else 0 for name, size in sizes.items() if name not in along}
+    columns = [jnp.broadcast_to(along[name] if name in along else here[name], (3,)) for name in sizes]
+    return jnp.stack([column.astype(jnp.int32) for column in columns], axis=1).reshape(-1)
+
+
+def own_tokens(shard: Shard, leg: Leg) -> tuple[Tokens, Tokens]:
+    """The integers of this device's queries and of its own chunk, as the kernel pads them."""
+    stream = leg.streams[0]
+    chunk = Chunk(None, shard.integers.key_position, shard.integers.key_segment)
+    return _kernel(shard, stream).padded_tokens(shard.scope(stream, 0, chunk))
+
+
+def list_hops(shard: Shard, leg: Leg, tiling: Tiling, units: slice | None = None) -> HopSteps:
+    """The pairs of blocks to visit at every computed hop: query blocks outside, or, for `units`, key blocks outside.
+
+    Nothing but the layout and the lengths is needed for a chunk whose integers they imply. The others' bounds, four numbers and
+    two flags a tile, are gathered here, before the kernel.
+    """
+    stream, ring, first = leg.streams[0], shard.ring, 0 if leg.home else 1
+    kernel = _kernel(shard, stream)
+    implied = shard.integers.key_position is None and shard.integers.key_segment is None
+    query, key = own_tokens(shard, leg)
+    query_bounds = common.tile_bounds(query, kernel.shape.query_length, tiling.tile_q)
+
+    def key_bounds(tokens: Tokens) -> Bounds:
+        return common.tile_bounds(tokens, kernel.shape.key_length, tiling.tile_kv)
+
+    everyone = None if implied else jax.tree.map(lambda x: lax.all_gather(x, ring.axis_name), key_bounds(key))
+
+    def of_hop(hop: jax.Array) -> tuple[jax.Array, ...]:
+        if everyone is None:
+            bounds = key_bounds(kernel.padded_tokens(shard.scope(stream, hop, Chunk(None, None, None)))[1])
+        else:
+            source = stream.source(shard.rank, hop, ring.size)
+            bounds = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), everyone)
+        kinds = common.kinds_within(query_bounds, bounds, kernel.shape, tiling)
+        steps = common.list_steps(kinds if units is None else kernel.by_key(kinds, units))
+        nothing = (kinds == common.NOTHING).all() & (hop > first)  # the first hop sets what has no pairs to 0
+        return steps.code, steps.compared, jnp.where(nothing, 0, steps.total)
+
+    code, compared, total = jax.vmap(of_hop)(jnp.arange(first, stream.hops + 1, dtype=jnp.int32))
+    rows, length = listed(kernel, shard, tiling, units)
+    assert code.shape[1] == rows * length
+    return HopSteps(code.reshape(-1), compared.reshape(-1), total, length, rows)
+
+
+def listed(kernel: MosaicTpuKernel, shard: Shard, tiling: Tiling, units: slice | None) -> tuple[int, int]:
+    """Rows of a list and the steps in each."""
+    blocks_q, blocks_kv = kernel.shape.query_length // tiling.block_q, kernel.shape.key_length // tiling.block_kv
+    inner = blocks_q if units is None else len(range(*units.indices(kernel.shape.groups * blocks_q)))
+    rows = kernel.shape.batch if shard.ring.problem.row_wise else 1
+    return rows, inner * blocks_kv
+
+
+def collective_id(axis_name: tuple[str, ...], sizes: Mapping[str, int]) -> int:
+    """The number of the barrier of rings over `axis_name`, among all rings that a mesh of as many devices can have.
+
+    Devices are numbered in the mesh's order; a ring over adjacent axes is `size` devices `stride` apart, and two rings with the
+    same stride and size have the same neighbours. Only those may share a barrier: see `protocol`.
+
+    Raises:
+      NotImplementedError: the axes are not adjacent in the mesh, in its order.
+    """
+    names = tuple(sizes)
+    at = names.index(axis_name[0])
+    if names[at : at + len(axis_name)] != axis_name:
+        raise NotImplementedError(
+            f"schedule='fused' wants the axes of a ring next to each other in the mesh and in its order, not {axis_name} among "
+            f"{names}; reorder the axes of the mesh, or use schedule='ring'."
+        )
+    stride = math.prod(sizes[name] for name in names[at + len(axis_name) :])
+    size = math.prod(sizes[name] for name in axis_name)
+    count = math.prod(sizes.values())
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    return [(a, b) for a in divisors for b in divisors if count % (a * b) == 0].index((stride, size))
+
+
+def _kernel(shard: Shard, stream: Stream) -> MosaicTpuKernel:
+    kernel = shard.kernels[stream.size]
+    assert isinstance(kernel, MosaicTpuKernel), "only its packing is understood here"
+    return kernel
