@@ -78,7 +78,7 @@ def compile_ours(job: dict[str, Any], devices: list[Any]) -> dict[str, Any]:
 
     tiling = getattr(kernel, direction)
     whole = kernel_for(CHUNK)
-    steps = whole._steps(whole._tokens(scope_of(CHUNK)), tiling, by_query=direction == "forward")
+    steps = whole.list_steps(whole.padded_tokens(scope_of(CHUNK)), tiling, by_query=direction == "forward")
     codes = np.asarray(steps.code)[: int(steps.total)]
     kinds = [common.UNMASKED]
     if job["causal"]:
