@@ -229,7 +229,7 @@ def _grads_hop(
     row_specs = (of_query(shape.head_dim), of_query(shape.value_dim), of_query(1), of_query(1))
     key_spec = blocks.spec((None, None, tiling.block_kv, shape.head_dim), lambda b, k, code: (b, k, column(code), 0))
     d_chunk_specs = (of_keys(shape.head_dim), of_keys(shape.value_dim))
-    token_specs = blocks.token_specs(tokens, tiling, lambda code: head_and_block(code)[1], column)
+    token_specs = pair_launch.token_specs(blocks, tokens, tiling, lambda code: head_and_block(code)[1], column)
     launch.pipeline(
         step,
         (*d_query.shape[:2], steps.total[index]),

@@ -169,7 +169,7 @@ def _fold_hop(
             of_query(query.shape[3]),
             key_spec,
             value_spec,
-            blocks.token_specs(tokens, tiling, row, column),
+            pair_launch.token_specs(blocks, tokens, tiling, row, column),
             None if start is None else stats_specs,
         ),
         stats,

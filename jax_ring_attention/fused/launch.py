@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_ring_attention import compat
 from jax_ring_attention.fused.hops import HopSteps, Route
-from jax_ring_attention.kernels.mosaic_tpu.common import LANES, Tiling
+from jax_ring_attention.kernels.mosaic_tpu.common import LANES
 from jax_ring_attention.masks import Tokens
 
 _VMAP_MESSAGE = (
@@ -83,23 +83,6 @@ class HopBlocks:
         """`index(*leading grid indices, packed block indices)`; of the pair at hand, or of the last one that compares tokens."""
         listed = self.steps.compared if compared else self.steps.code
         return pl.BlockSpec(block, lambda *grid: index(*grid[:-1], self.step(listed, grid)))
-
-    def token_specs(
-        self, tokens: tuple[Tokens, Tokens], tiling: Tiling, row: Callable[[Any], Any], column: Callable[[Any], Any]
-    ) -> tuple[Tokens, Tokens]:
-        """Specs of the integers of both sides, fetched for pairs that compare them only."""
-
-        def query_spec(x):
-            return self.spec(
-                (None, 1, tiling.block_q), lambda *at: (at[0] if x.shape[0] > 1 else 0, 0, row(at[-1])), compared=True
-            )
-
-        def key_spec(x):
-            return self.spec(
-                (None, tiling.block_kv, LANES), lambda *at: (at[0] if x.shape[0] > 1 else 0, column(at[-1]), 0), compared=True
-            )
-
-        return jax.tree.map(query_spec, tokens[0]), jax.tree.map(key_spec, tokens[1])
 
 
 def pipeline(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_ring_attention.masks import Tokens
+from jax_ring_attention.masks import Tokens, pad_tokens
 from jax_ring_attention.schedule import Reach
 from jax_ring_attention.stats import ChunkStats, accumulator_dtype, finalize_chunk_stats
 
@@ -124,6 +124,19 @@ class Scope(NamedTuple):
     dense: Dense
     key_offset: Any
     known: tuple[Any, Any] | None = None
+
+
+def padded_tokens(scope: Scope, key_length: int, padded_queries: int, padded_keys: int) -> tuple[Tokens, Tokens]:
+    """(B | 1, T or S) of both sides, extended to whole blocks; both have a segment or neither.
+
+    Added keys are padding. Added queries need no hiding: nobody reads what they give.
+    """
+    query, key = scope.query_tokens, pad_tokens(scope.key_tokens, key_length, padded_keys)
+    if query.segment is None and key.segment is not None:
+        query = query._replace(segment=jnp.zeros((1, padded_queries), jnp.int32))
+    if key.segment is None and query.segment is not None:
+        key = key._replace(segment=jnp.zeros((1, padded_keys), jnp.int32))
+    return Tokens(*(None if x is None else pad_to(x, {1: padded_queries}, -1) for x in query)), key
 
 
 class Kernel(abc.ABC):

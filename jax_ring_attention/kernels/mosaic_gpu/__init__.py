@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ring_attention import compat
-from jax_ring_attention.kernels.contract import Kernel, KeyValue, Problem, Rows, Scope, pad_to, silence_empty_rows
+from jax_ring_attention.kernels.contract import Kernel, KeyValue, Problem, Rows, Scope, pad_to, padded_tokens, silence_empty_rows
 from jax_ring_attention.kernels.mosaic_gpu.common import (
     BLOCK_KV,
     FORWARD_BLOCK_Q,
@@ -161,18 +161,7 @@ class MosaicGpuKernel(Kernel):
     # Who sees whom.
 
     def _tokens(self, scope: Scope) -> tuple[Tokens, Tokens]:
-        """Padded tokens of both sides; both have a segment or neither. Padded queries need no hiding: nobody reads them."""
-        query = scope.query_tokens
-        key = pad_tokens(scope.key_tokens, self.key_length, self.shape.key_length)
-        if query.segment is None and key.segment is not None:
-            query = query._replace(segment=jnp.zeros((1, self.query_length), jnp.int32))
-        if key.segment is None and query.segment is not None:
-            key = key._replace(segment=jnp.zeros((1, self.shape.key_length), jnp.int32))
-
-        def pad(x):
-            return None if x is None else pad_to(x, {1: self.shape.query_length}, -1)
-
-        return Tokens(*(pad(x) for x in query)), key
+        return padded_tokens(scope, self.key_length, self.shape.query_length, self.shape.key_length)
 
     def _blocks(self, scope: Scope, block_q: int, block_kv: int, by_query: bool) -> ActiveBlocks | None:
         """For every block of queries (or of keys) the blocks of the other side to visit; None when all pairs are full."""

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ring_attention import compat
-from jax_ring_attention.kernels.contract import Kernel, KeyValue, Problem, Rows, Scope, pad_to, silence_empty_rows
+from jax_ring_attention.kernels.contract import Kernel, KeyValue, Problem, Rows, Scope, pad_to, padded_tokens, silence_empty_rows
 from jax_ring_attention.kernels.mosaic_tpu import common
 from jax_ring_attention.kernels.mosaic_tpu.common import LANES, LOG2E, NO_KEYS, Shape, Steps, Tiling
 from jax_ring_attention.kernels.mosaic_tpu.tiling import backward_tiling, forward_tiling, resident_units, splits_scale, vmem_limit
-from jax_ring_attention.masks import Tokens, pad_tokens
+from jax_ring_attention.masks import Tokens
 from jax_ring_attention.stats import ChunkStats
 
 _SUBLANES = 16
@@ -176,15 +176,8 @@ class MosaicTpuKernel(Kernel):
     # Who sees whom.
 
     def padded_tokens(self, scope: Scope) -> tuple[Tokens, Tokens]:
-        """Padded, (B | 1, T or S); both sides have a segment or neither. Padded queries need no hiding: nobody reads them."""
-        query = scope.query_tokens
-        key = pad_tokens(scope.key_tokens, self.key_length, self.shape.key_length)
-        if query.segment is None and key.segment is not None:
-            query = query._replace(segment=jnp.zeros((1, self.query_length), jnp.int32))
-        if key.segment is None and query.segment is not None:
-            key = key._replace(segment=jnp.zeros((1, self.shape.key_length), jnp.int32))
-        query = Tokens(*(None if x is None else pad_to(x, {1: self.shape.query_length}, -1) for x in query))
-        return query, key
+        """The integers of both sides over whole blocks."""
+        return padded_tokens(scope, self.key_length, self.shape.query_length, self.shape.key_length)
 
     def list_steps(self, tokens: tuple[Tokens, Tokens], tiling: Tiling, by_query: bool, units: slice = slice(None)) -> Steps:
         kinds = common.pair_kinds(*tokens, self.shape, tiling)

@@ -76,7 +76,7 @@ def grads_chunk(
 
     key_spec = blocks.spec((None, None, tiling.block_kv, shape.head_dim), lambda b, k, code: (b, k, column(code), 0))
     row_specs = (of_query(shape.head_dim), of_query(shape.value_dim), of_query(1), of_query(1))
-    token_specs = blocks.token_specs(tokens, tiling, lambda code: head_and_block(code)[1], column)
+    token_specs = launch.token_specs(blocks, tokens, tiling, lambda code: head_and_block(code)[1], column)
     d_chunk_specs = (of_keys(shape.head_dim), of_keys(shape.value_dim))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     d_chunk = tuple(

@@ -60,7 +60,7 @@ def fold_chunk(
 
     key_spec = blocks.spec((None, None, tiling.block_kv, shape.head_dim), lambda b, k, g, code: (b, k, column(code), 0))
     value_spec = blocks.spec((None, None, shape.value_dim, tiling.block_kv), lambda b, k, g, code: (b, k, 0, column(code)))
-    token_specs = blocks.token_specs(tokens, tiling, row, column)
+    token_specs = launch.token_specs(blocks, tokens, tiling, row, column)
     stats_specs = (of_query(shape.value_dim), of_query(1), of_query(1))
     operands = (query, *chunk, tokens, carry)
     specs = (of_query(query.shape[3]), key_spec, value_spec, token_specs, None if carry is None else stats_specs)

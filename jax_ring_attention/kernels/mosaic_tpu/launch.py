@@ -37,22 +37,21 @@ class Blocks:
 
         return pl.BlockSpec(block, index_map)
 
-    def token_specs(
-        self, tokens: tuple[Tokens, Tokens], tiling: Tiling, row: Callable[[Any], Any], column: Callable[[Any], Any]
-    ) -> tuple[Tokens, Tokens]:
-        """Specs of the integers of both sides, fetched for pairs that compare them only."""
 
-        def query_spec(x):
-            return self.spec(
-                (None, 1, tiling.block_q), lambda *at: (at[0] if x.shape[0] > 1 else 0, 0, row(at[-1])), compared=True
-            )
+def token_specs(
+    blocks: Any, tokens: tuple[Tokens, Tokens], tiling: Tiling, row: Callable[[Any], Any], column: Callable[[Any], Any]
+) -> tuple[Tokens, Tokens]:
+    """Specs, made by `blocks.spec`, of the integers of both sides; fetched for pairs that compare them only."""
 
-        def key_spec(x):
-            return self.spec(
-                (None, tiling.block_kv, LANES), lambda *at: (at[0] if x.shape[0] > 1 else 0, column(at[-1]), 0), compared=True
-            )
+    def query_spec(x):
+        return blocks.spec((None, 1, tiling.block_q), lambda *at: (at[0] if x.shape[0] > 1 else 0, 0, row(at[-1])), compared=True)
 
-        return jax.tree.map(query_spec, tokens[0]), jax.tree.map(key_spec, tokens[1])
+    def key_spec(x):
+        return blocks.spec(
+            (None, tiling.block_kv, LANES), lambda *at: (at[0] if x.shape[0] > 1 else 0, column(at[-1]), 0), compared=True
+        )
+
+    return jax.tree.map(query_spec, tokens[0]), jax.tree.map(key_spec, tokens[1])
 
 
 def call(
