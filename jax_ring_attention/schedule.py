@@ -15,6 +15,8 @@ from jax_ring_attention.layouts import shard_progressions
 
 Schedule = Literal["ring", "bidirectional", "all_gather", "fused"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
+#: Those that every implementation runs; "fused" moves what "ring" does, inside one kernel of `mosaic_tpu`.
+PORTABLE_SCHEDULES = tuple(schedule for schedule in SCHEDULES if schedule != "fused")
 
 Reach = tuple[int | None, int | None]
 

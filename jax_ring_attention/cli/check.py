@@ -18,7 +18,7 @@ from jax_ring_attention.api import ring_attention
 from jax_ring_attention.chunk import KERNELS
 from jax_ring_attention.cli.console import UsageError, positive_int, seconds_text, token_count
 from jax_ring_attention.layouts import LAYOUTS, storage_order
-from jax_ring_attention.schedule import SCHEDULES
+from jax_ring_attention.schedule import PORTABLE_SCHEDULES
 from jax_ring_attention.testing import (
     AttentionInputs,
     Expected,
@@ -200,7 +200,7 @@ def _sizes(options: argparse.Namespace, ring_size: int) -> dict[str, int]:
 
 def cases(implementations: tuple[str, ...], dtypes: tuple[str, ...], is_fast: bool) -> Iterator[Case]:
     """What to run: everything, or each layout and each schedule once, with and without a mask."""
-    pairs = zip(LAYOUTS, SCHEDULES, strict=True) if is_fast else itertools.product(LAYOUTS, SCHEDULES)
+    pairs = zip(LAYOUTS, PORTABLE_SCHEDULES, strict=True) if is_fast else itertools.product(LAYOUTS, PORTABLE_SCHEDULES)
     for (layout, schedule), name, dtype, is_causal in itertools.product(pairs, implementations, dtypes, (True, False)):
         yield Case(name, dtype, layout, schedule, is_causal)
 

@@ -20,7 +20,7 @@ from jax_ring_attention.cli.console import (
 )
 from jax_ring_attention.layouts import LAYOUTS, shard_multiple, storage_order
 from jax_ring_attention.masks import EMPTY, FULL, PARTIAL
-from jax_ring_attention.schedule import SCHEDULES, Leg, Reach, needed_offsets, plan_hops
+from jax_ring_attention.schedule import PORTABLE_SCHEDULES, Leg, Reach, needed_offsets, plan_hops
 
 DESCRIPTION = """\
 Show, from the library's own schedule, layouts and masks: which device stores which tokens, who holds which chunk at each hop,
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=positive_int, default=8, metavar="P", help="devices in the ring (default 8)")
     add("--seq-len", type=token_count, default=8192, metavar="T", help="tokens of the whole sequence (default 8192)")
     add("--layout", choices=LAYOUTS, default="contiguous", help="order in which tokens are stored (default contiguous)")
-    add("--schedule", choices=SCHEDULES, default="ring", help="how chunks move (default ring)")
+    add("--schedule", choices=PORTABLE_SCHEDULES, default="ring", help="how chunks move (default ring)")
     add("--causal", action="store_true", help="a causal mask")
     add(
         "--window",

@@ -24,7 +24,7 @@ from jax_ring_attention.cli.console import (
 )
 from jax_ring_attention.cli.hardware import HARDWARE, Hardware
 from jax_ring_attention.layouts import LAYOUTS
-from jax_ring_attention.schedule import SCHEDULES
+from jax_ring_attention.schedule import PORTABLE_SCHEDULES
 
 DESCRIPTION = """\
 Predict memory, traffic and time of ring attention from formulas and data sheets; nothing is run. Memory and bytes are what
@@ -114,7 +114,7 @@ def _rates(options: argparse.Namespace, hardware: Hardware) -> cost.Rates:
 
 def make_plan(work: cost.Workload, rates: cost.Rates, hardware: Hardware, options: argparse.Namespace) -> dict[str, Any]:
     """Everything that is printed, in plain types: bytes, FLOPs, seconds."""
-    estimates = [cost.estimate(work, rates, layout, schedule) for layout in LAYOUTS for schedule in SCHEDULES]
+    estimates = [cost.estimate(work, rates, layout, schedule) for layout in LAYOUTS for schedule in PORTABLE_SCHEDULES]
     # Of what is equally fast, the first: contiguous before zigzag before striped, ring before the others.
     best = min(estimates, key=lambda one: round(one.total / estimates[0].total, 6))
     activations = cost.activation_bytes(work, best.layout)
@@ -154,7 +154,7 @@ def make_plan(work: cost.Workload, rates: cost.Rates, hardware: Hardware, option
             "fits": peak <= memory_gib * 2**30,
         },
         "hops": hop_costs(work, rates, best.layout),
-        "sent_bytes": {schedule: cost.sent_bytes(work, schedule, best.layout) for schedule in SCHEDULES},
+        "sent_bytes": {schedule: cost.sent_bytes(work, schedule, best.layout) for schedule in PORTABLE_SCHEDULES},
         "estimates": [_estimate(work, rates, one, options.layers) for one in estimates],
     }
 
