@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -33,7 +32,7 @@ from jax_ring_attention.fused.protocol import SLOTS, Channel, Neighbours, delive
 from jax_ring_attention.kernels.contract import KeyValue, Rows
 from jax_ring_attention.kernels.mosaic_tpu import common
 from jax_ring_attention.kernels.mosaic_tpu import launch as pair_launch
-from jax_ring_attention.kernels.mosaic_tpu.backward import Keys, pair_grads
+from jax_ring_attention.kernels.mosaic_tpu.backward import Keys, block_specs, pair_grads
 from jax_ring_attention.kernels.mosaic_tpu.common import Shape, Tiling
 from jax_ring_attention.masks import Tokens
 
@@ -188,23 +187,8 @@ def _grads_hop(
     All are in HBM; d_start may be d_query. Parts after the first add to `d_chunk`.
     """
     start, stop = part
-    blocks_q = shape.query_length // tiling.block_q
-    column, inner = common.outer_of, common.inner_of
     blocks = launch.HopBlocks(steps, index)
     d_units, key_transposed, value_rows = scratch
-
-    def head_and_block(code: Any) -> tuple[Any, Any]:
-        unit = start + inner(code)
-        return lax.div(unit, blocks_q), lax.rem(unit, blocks_q)
-
-    def of_query(size: int) -> pl.BlockSpec:
-        return blocks.spec(
-            (None, None, None, size, tiling.block_q),
-            lambda b, k, code: (b, k, head_and_block(code)[0], 0, head_and_block(code)[1]),
-        )
-
-    def of_keys(size: int) -> pl.BlockSpec:
-        return blocks.spec((None, None, size, tiling.block_kv), lambda b, k, code: (b, k, 0, column(code)))
 
     def step(at: Any, operands: Any, results: Any) -> None:
         rows, chunk, tokens, carry = operands
@@ -222,19 +206,16 @@ def _grads_hop(
             value_rows[...] = chunk.value[...].T
 
         keys = Keys(chunk.key, key_transposed, value_rows)
-        pair = functools.partial(pair_grads, shape, tiling, rows, keys, tokens, d_units.at[inner(code)], tuple(results))
+        pair = functools.partial(pair_grads, shape, tiling, rows, keys, tokens, d_units.at[common.inner_of(code)], tuple(results))
         pair_launch.branch_on_kind(code, tokens, tiling, pair)
         pl.when(number == steps.total[index] - 1)(lambda: pltpu.sync_copy(units, d_query.at[here]))
 
-    row_specs = (of_query(shape.head_dim), of_query(shape.value_dim), of_query(1), of_query(1))
-    key_spec = blocks.spec((None, None, tiling.block_kv, shape.head_dim), lambda b, k, code: (b, k, column(code), 0))
-    d_chunk_specs = (of_keys(shape.head_dim), of_keys(shape.value_dim))
-    token_specs = pair_launch.token_specs(blocks, tokens, tiling, lambda code: head_and_block(code)[1], column)
+    row_specs, chunk_specs, token_specs, d_chunk_specs = block_specs(blocks, shape, tiling, tokens, start)
     launch.pipeline(
         step,
         (*d_query.shape[:2], steps.total[index]),
         (rows, chunk, tokens, tuple(d_chunk) if start else None),
-        (row_specs, (key_spec, of_keys(shape.value_dim)), token_specs, d_chunk_specs if start else None),
+        (row_specs, chunk_specs, token_specs, d_chunk_specs if start else None),
         tuple(d_chunk),
         d_chunk_specs,
     )

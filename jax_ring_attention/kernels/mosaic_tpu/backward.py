@@ -56,28 +56,8 @@ def grads_chunk(
     """
     batch, kv_heads = d_query.shape[:2]
     start, stop = part
-    blocks_q = shape.query_length // tiling.block_q
-    column, inner = common.outer_of, common.inner_of
-
-    def head_and_block(code):  # indices are no floor divisions of signed numbers
-        unit = start + inner(code)
-        return lax.div(unit, jnp.int32(blocks_q)), lax.rem(unit, jnp.int32(blocks_q))
-
     blocks = launch.Blocks(steps)
-
-    def of_query(size: int) -> pl.BlockSpec:
-        return blocks.spec(
-            (None, None, None, size, tiling.block_q),
-            lambda b, k, code: (b, k, head_and_block(code)[0], 0, head_and_block(code)[1]),
-        )
-
-    def of_keys(size: int) -> pl.BlockSpec:
-        return blocks.spec((None, None, size, tiling.block_kv), lambda b, k, code: (b, k, 0, column(code)))
-
-    key_spec = blocks.spec((None, None, tiling.block_kv, shape.head_dim), lambda b, k, code: (b, k, column(code), 0))
-    row_specs = (of_query(shape.head_dim), of_query(shape.value_dim), of_query(1), of_query(1))
-    token_specs = launch.token_specs(blocks, tokens, tiling, lambda code: head_and_block(code)[1], column)
-    d_chunk_specs = (of_keys(shape.head_dim), of_keys(shape.value_dim))
+    row_specs, chunk_specs, token_specs, d_chunk_specs = block_specs(blocks, shape, tiling, tokens, start)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     d_chunk = tuple(
         jax.ShapeDtypeStruct((batch, kv_heads, size, shape.key_length), jnp.float32) for size in (shape.head_dim, shape.value_dim)
@@ -92,7 +72,7 @@ def grads_chunk(
         operands=(rows, chunk, tokens, d_query, carry),
         in_specs=(
             row_specs,
-            (key_spec, of_keys(shape.value_dim)),
+            chunk_specs,
             token_specs,
             anywhere,
             None if carry is None else d_chunk_specs,
@@ -107,6 +87,35 @@ def grads_chunk(
         ),
     )
     return d_query, KeyValue(*d_chunk)
+
+
+def block_specs(
+    blocks: Any, shape: Shape, tiling: Tiling, tokens: tuple[Tokens, Tokens], start: int
+) -> tuple[Any, Any, Any, Any]:
+    """Specs, by `blocks.spec`, of the rows, the chunk, the tokens and the chunk's gradients; units are listed from `start`."""
+    blocks_q = shape.query_length // tiling.block_q
+    column = common.outer_of
+
+    def head_and_block(code):  # indices are no floor divisions of signed numbers
+        unit = start + common.inner_of(code)
+        return lax.div(unit, jnp.int32(blocks_q)), lax.rem(unit, jnp.int32(blocks_q))
+
+    def of_query(size: int) -> pl.BlockSpec:
+        return blocks.spec(
+            (None, None, None, size, tiling.block_q),
+            lambda b, k, code: (b, k, head_and_block(code)[0], 0, head_and_block(code)[1]),
+        )
+
+    def of_keys(size: int) -> pl.BlockSpec:
+        return blocks.spec((None, None, size, tiling.block_kv), lambda b, k, code: (b, k, 0, column(code)))
+
+    key_spec = blocks.spec((None, None, tiling.block_kv, shape.head_dim), lambda b, k, code: (b, k, column(code), 0))
+    return (
+        (of_query(shape.head_dim), of_query(shape.value_dim), of_query(1), of_query(1)),
+        (key_spec, of_keys(shape.value_dim)),
+        launch.token_specs(blocks, tokens, tiling, lambda code: head_and_block(code)[1], column),
+        (of_keys(shape.head_dim), of_keys(shape.value_dim)),
+    )
 
 
 def _kernel(
