@@ -51,8 +51,15 @@ class Shape(NamedTuple):
     reach: Reach
 
 
+def alternates(shape: Shape) -> bool:
+    """Whether the compute warpgroups of the forward pass take turns: `item`."""
+    return shape.head_dim == 64
+
+
 def forward_block_kv(shape: Shape) -> int:
-    """Keys per step of the forward pass: 128 where 128 queries and two stages of keys and values fit, else 64."""
+    """Keys per step of the forward pass: as many as fit, in shared memory in two stages beside the queries, and in registers."""
+    if alternates(shape):
+        return 2 * BLOCK_KV if shape.key_length % (2 * BLOCK_KV) == 0 else BLOCK_KV
     stages = 2 * (shape.head_dim + shape.value_dim)
     fits = (FORWARD_BLOCK_Q * shape.head_dim + BLOCK_KV * stages) * jnp.dtype(shape.dtype).itemsize <= SHARED_BYTES
     return BLOCK_KV if fits else BLOCK_KV // 2
