@@ -14,9 +14,9 @@ Invariants
   count the compute warpgroups that read the buffer. The memory warpgroup overwrites a buffer only after they have left it; they
   arrive once per visited block, and at `query_free` after an item's last scores (only where another item follows in the CTA).
 - Output, sum and max start as constants and live in registers to the end, in float32; max in units of log2. The carry is merged
-  with them there: a loop that starts from a carry is slower. The last chunk's output is divided in registers and leaves by TMA,
-  through the warpgroup's own half of the queries, which nobody reads any more; where another item follows, through `out`, written
-  again after the TMA has read it.
+  with them there, since a loop that starts from a carry is slower; its output is fetched early where shared memory has room. The
+  last chunk's output is divided in registers and leaves by TMA, through the warpgroup's own half of the queries, which nobody
+  reads any more; where another item follows, through `out`, written again after the TMA has read it.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
 )
 from jax_ring_attention.kernels.mosaic_gpu.item import (
     Place,
+    Prefetched,
     Shared,
     Visited,
     end_turns,
@@ -65,8 +66,13 @@ _CACHED_BYTES = 2**25
 _PERSISTENT_KEYS = 8192
 
 
-def is_persistent(shape: Shape, masked: bool) -> bool:
-    return alternates(shape) and not masked and shape.key_length <= _PERSISTENT_KEYS
+def is_persistent(shape: Shape, masked: bool, has_carry: bool) -> bool:
+    return alternates(shape) and not (masked or has_carry) and shape.key_length <= _PERSISTENT_KEYS
+
+
+def prefetches_carry(shape: Shape) -> bool:
+    """Whether shared memory has room for an item's carry; otherwise it is loaded when it is wanted."""
+    return shape.head_dim <= 128
 
 
 def heads_together(shape: Shape) -> int:
@@ -103,7 +109,7 @@ def fold_chunk(
     dtype, dim, block_kv = shape.dtype, shape.value_dim, forward_block_kv(shape)
     masked = blocks is not None
     tiles, together = shape.query_length // FORWARD_BLOCK_Q, heads_together(shape)
-    persistent = is_persistent(shape, masked)
+    persistent, prefetches = is_persistent(shape, masked, carry is not None), carry is not None and prefetches_carry(shape)
     total_items = shape.batch * shape.heads * tiles
     ctas = min(total_items, compat.multiprocessors()) if persistent else total_items
     # A memory warpgroup that reads the list or runs ahead wants more registers; the three together have 504.
@@ -112,11 +118,13 @@ def fold_chunk(
     def kernel(*all_refs):
         refs = list(all_refs)
         query_ref, key_ref, value_ref = take(refs, 3)
-        carry_refs = None if carry is None else take(refs, 3)
+        carry_refs = take(refs, 0 if carry is None else 3)
         visits = take_visits(refs, blocks, query_tokens, key_tokens)
         out_refs = take(refs, 3)
         buffers = take(refs, 3)
-        shared = Shared(*buffers, take(refs, 1)[0] if persistent else buffers[0], *refs)
+        out_smem = take(refs, 1)[0] if persistent else buffers[0]
+        prefetched = Prefetched(*take(refs, 2)) if prefetches else None
+        shared = Shared(*(*buffers, out_smem, *refs))
         warpgroup = lax.axis_index("warpgroup")
         items: Any = 1
         if persistent:
@@ -154,7 +162,9 @@ def fold_chunk(
             visited = Visited(key_start, full, active, item * active if persistent else 0, steps)
             state = fold_blocks(shape, shared, w, visits, query_ints, batch, visited, reused=persistent)
             staging = shared.out.at[own_rows(w)] if dim == shape.head_dim else None
-            store(out_refs, merge_carry(carry_refs, state, here), here, dtype, finish, staging, reused=persistent)
+            if carry is not None:
+                state = merge_carry(carry_refs, prefetched, state, here, w)
+            store(out_refs, state, here, dtype, finish, staging, reused=persistent)
 
         def compute_all(w):
             plgpu.set_max_registers(compute_registers, action="increase")
@@ -200,6 +210,10 @@ def fold_chunk(
             fetch_query(0, wait=False)
             for n in range(STAGES):
                 pl.when(n < steps)(functools.partial(fetch, jnp.int32(n), wait=False))
+            if prefetched is not None:
+                batch, head, tile = place(0)
+                rows = pl.ds(tile * FORWARD_BLOCK_Q, FORWARD_BLOCK_Q)
+                plgpu.copy_gmem_to_smem(carry_refs[0].at[batch, rows, head], prefetched.output, prefetched.filled)
 
             @pl.loop(jnp.int32(STAGES), jnp.maximum(steps, STAGES))
             def _(step):
@@ -210,6 +224,7 @@ def fold_chunk(
         tiled(STAGES, block_kv, shape.head_dim, dtype=dtype),
         tiled(STAGES, block_kv, dim, dtype=dtype),
         *([tiled(FORWARD_BLOCK_Q, dim, dtype=dtype)] if persistent else []),
+        *([tiled(FORWARD_BLOCK_Q, dim, dtype=jnp.float32, columns=32), plgpu.Barrier()] if prefetches else []),
         plgpu.Barrier(num_barriers=WARPGROUPS),
         plgpu.Barrier(num_barriers=STAGES),
         plgpu.Barrier(num_barriers=STAGES),

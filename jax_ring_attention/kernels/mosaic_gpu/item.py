@@ -65,6 +65,13 @@ class Shared(NamedTuple):
     turn: Any
 
 
+class Prefetched(NamedTuple):
+    """The output of an item's carry, (128, Dv), in shared memory, and the barrier that says it is there."""
+
+    output: Any
+    filled: Any
+
+
 class Place(NamedTuple):
     """Where an item's results lie: a batch row, a query head, and `rows` of the warpgroup at hand."""
 
@@ -268,17 +275,19 @@ def end_turns(shape: Shape, shared: Shared, warpgroup: int) -> None:
         _take_turns(shared)
 
 
-def merge_carry(carry: Any, state: State, place: Place) -> State:
-    """`state` merged with the statistics in memory; None has seen no key."""
-    if carry is None:
-        return state
+def merge_carry(carry: Any, prefetched: Prefetched | None, state: State, place: Place, warpgroup: int) -> State:
+    """`state` merged with the statistics in `carry`, three references to global memory."""
     batch, head, rows = place
     total = compat.load_whole(carry[1].at[batch, head, rows], ROW, optimized=False)
     maximum = compat.load_whole(carry[2].at[batch, head, rows], ROW, optimized=False)
     new_maximum = jnp.maximum(maximum, state.maximum)
     reference = jnp.maximum(new_maximum, _FLOOR)
     before, here = jnp.exp2(maximum - reference), jnp.exp2(state.maximum - reference)
-    output = compat.load_whole(carry[0].at[batch, rows, head], plgpu.Layout.WGMMA, optimized=False)
+    if prefetched is None:
+        output = compat.load_whole(carry[0].at[batch, rows, head], plgpu.Layout.WGMMA, optimized=False)
+    else:
+        plgpu.barrier_wait(prefetched.filled)
+        output = compat.load_whole(prefetched.output.at[own_rows(warpgroup)], plgpu.Layout.WGMMA)
     output = output * broadcast(before, output) + state.output * broadcast(here, output)
     return State(output, total * before + state.total * here, new_maximum)
 
