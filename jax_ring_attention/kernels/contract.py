@@ -207,7 +207,7 @@ class Kernel(abc.ABC):
         raise NotImplementedError(f"kernel {self.name!r} has no backward pass of its own")
 
     def initial_d_query(self, rows: Any) -> Any:
-        """Zeros that `fold_grads` adds to."""
+        """What the first `fold_grads` adds to: zeros, or None where it need not read them."""
         return jnp.zeros_like(rows.query, dtype=accumulator_dtype(rows.query.dtype))
 
     def initial_d_bias(self, dense: Dense) -> jax.Array | None:

@@ -20,6 +20,7 @@ from jax_ring_attention.kernels.contract import Kernel, KeyValue, Problem, Rows,
 from jax_ring_attention.kernels.mosaic_gpu.common import (
     BLOCK_KV,
     FORWARD_BLOCK_Q,
+    LARGEST_GRADIENTS,
     LOG2E,
     NO_KEYS,
     Shape,
@@ -142,12 +143,18 @@ class MosaicGpuKernel(Kernel):
             self._pack_row_vector(rows.delta, 0),
         )
 
-    def initial_d_query(self, rows: Rows) -> jax.Array:
-        """Zeros, made from numbers at hand.
+    @property
+    def _splits_backward(self) -> bool:
+        return self.problem.deterministic or self.head_dim > _LARGEST_IN_ONE_PASS
 
-        The kernel adds to them in place. In a loop around this (`vmap`, a scan over layers) XLA would keep constant zeros
+    def initial_d_query(self, rows: Rows) -> jax.Array | None:
+        """Zeros, made from numbers at hand, or None where the kernel starts from constants.
+
+        The one kernel adds to them in place. In a loop around this (`vmap`, a scan over layers) XLA would keep constant zeros
         outside, and every step would add to the same ones: docs/log.md.
         """
+        if self._splits_backward:
+            return None
         zeros = jnp.swapaxes(rows.lse * 0, 1, 2)[..., None]  # lse is finite, NO_KEYS where no key is seen
         return jnp.broadcast_to(zeros, rows.query.shape)
 
@@ -199,18 +206,20 @@ class MosaicGpuKernel(Kernel):
         return out, jnp.where(total == 0, -jnp.inf, maximum + jnp.log(total))
 
     def fold_grads(
-        self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array, d_bias: Any, rounded: bool
+        self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array | None, d_bias: Any, rounded: bool
     ) -> tuple[jax.Array, Any, KeyValue]:
         tokens = self._tokens(scope)
         step = backward_block_q(self.head_dim)
-        blocks = self._blocks(scope, step, BLOCK_KV, by_query=False)
+        wide = self.head_dim + self.value_dim > LARGEST_GRADIENTS
+        blocks = self._blocks(scope, step, BLOCK_KV // 2 if wide else BLOCK_KV, by_query=False)
         from jax_ring_attention.kernels.mosaic_gpu import backward, backward_split  # see the module docstring
 
-        if self.problem.deterministic or self.head_dim > _LARGEST_IN_ONE_PASS:
+        if self._splits_backward:
             by_query = self._blocks(scope, FORWARD_BLOCK_Q, step, by_query=True)
             d_query, d_key, d_value = backward_split.grads_chunk(
                 self.shape, rows, *chunk, blocks, by_query, *tokens, d_query, rounded
             )
         else:
+            assert d_query is not None, "initial_d_query made it"
             d_query, d_key, d_value = backward.grads_chunk(self.shape, *rows, *chunk, blocks, *tokens, d_query, rounded)
         return d_query, d_bias, KeyValue(d_key, d_value)

@@ -34,8 +34,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.contract import Rows
+from jax_ring_attention.kernels.mosaic_gpu import backward_wide
 from jax_ring_attention.kernels.mosaic_gpu.common import (
     BLOCK_KV,
+    LARGEST_GRADIENTS,
     LOG2E,
     ROWS,
     SHARED_BYTES,
@@ -51,9 +53,6 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
 )
 from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled
 from jax_ring_attention.masks import ActiveBlocks, Tokens
-
-#: The most numbers per row that a compute warpgroup holds of gradients.
-_LARGEST_GRADIENTS = 256
 
 
 class Pass(NamedTuple):
@@ -73,7 +72,7 @@ def grads_chunk(
     by_query: ActiveBlocks | None,
     query_tokens: Tokens,
     key_tokens: Tokens,
-    d_query: jax.Array,
+    d_query: jax.Array | None,
     rounded: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `backward.grads_chunk`, for key (B, S, K, D) and value (B, S, K, Dv), Dv <= D multiples of 64 up to 256.
@@ -81,11 +80,10 @@ def grads_chunk(
     `by_key` lists blocks of `backward_block_q(D)` queries for every 128 keys, `by_query` as many keys for every 128 queries.
     """
     arrays = (*rows, key, value)
-    if shape.head_dim + shape.value_dim <= _LARGEST_GRADIENTS:
+    if shape.head_dim + shape.value_dim <= LARGEST_GRADIENTS:
         d_key, d_value = _sweep(shape, Pass(True, True, True), arrays, by_key, query_tokens, key_tokens, None, rounded)
     else:
-        (d_key,) = _sweep(shape, Pass(True, True, False), arrays, by_key, query_tokens, key_tokens, None, rounded)
-        (d_value,) = _sweep(shape, Pass(True, False, True), arrays, by_key, query_tokens, key_tokens, None, rounded)
+        d_key, d_value = backward_wide.grads_chunk(shape, arrays, by_key, query_tokens, key_tokens, rounded)
     (d_query,) = _sweep(shape, Pass(False, True, False), arrays, by_query, query_tokens, key_tokens, d_query, False)
     return d_query, d_key, d_value
 
@@ -100,7 +98,7 @@ def _sweep(
     d_query: jax.Array | None,
     rounded: bool,
 ) -> list[jax.Array]:
-    """The gradients that `what` names, d_first before d_second; `d_query` is added to."""
+    """The gradients that `what` names, d_first before d_second; `d_query` is added to, None is 0."""
     dtype, first_dim, second_dim = shape.dtype, shape.head_dim, shape.value_dim
     d_dtype = dtype if rounded else jnp.dtype(jnp.float32)
     step_columns = backward_block_q(first_dim)
@@ -121,7 +119,7 @@ def _sweep(
     def kernel(*all_refs):
         refs = list(all_refs)
         query_ref, d_output_ref, lse_ref, delta_ref, key_ref, value_ref = take(refs, 6)
-        d_query_ref: Any = None if what.by_key else take(refs, 1)[0]
+        d_query_ref: Any = None if d_query is None else take(refs, 1)[0]
         visits = take_visits(refs, blocks, query_tokens, key_tokens)
         out_refs = take(refs, what.d_first + what.d_second)
         rows_smem, first_smem, second_smem = take(refs, 3)
@@ -156,6 +154,9 @@ def _sweep(
             block = visits.order[(*row, jnp.where(is_full, 0, full) + lax.rem(inner, count))]
             return row_head * group + lax.div(inner, count), block * step_columns
 
+        def zeros(dim):
+            return plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
+
         def along_queries(x):
             return lax.broadcast_in_dim(x, (ROWS, step_columns), [queries_axis])
 
@@ -169,9 +170,12 @@ def _sweep(
                 row_ints = load_tokens(row_tokens, batch, here, ROW)
             if what.by_key:
                 dims = [first_dim] * what.d_first + [second_dim] * what.d_second
-                sums = tuple(plgpu.layout_cast(jnp.zeros((ROWS, n), jnp.float32), plgpu.Layout.WGMMA) for n in dims)
+                sums = tuple(zeros(n) for n in dims)
             else:
-                sums = (compat.load_whole(d_query_ref.at[batch, here, row_head], plgpu.Layout.WGMMA, optimized=False),)
+                if d_query is None:
+                    sums = (zeros(first_dim),)
+                else:
+                    sums = (compat.load_whole(d_query_ref.at[batch, here, row_head], plgpu.Layout.WGMMA, optimized=False),)
                 row_lse = compat.load_whole(lse_ref.at[batch, row_head, here], ROW, optimized=False)
                 row_delta = compat.load_whole(delta_ref.at[batch, row_head, here], ROW, optimized=False)
             plgpu.barrier_wait(rows_filled)

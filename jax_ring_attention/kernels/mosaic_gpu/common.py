@@ -26,6 +26,9 @@ BLOCK_KV = 128
 #: Shared memory of a CTA, less what barriers and row vectors take.
 SHARED_BYTES = 232448 - 2048
 
+#: The most numbers per row that a compute warpgroup holds of gradients.
+LARGEST_GRADIENTS = 256
+
 #: lse of rows without keys: exp2(anything - this) is 0.
 NO_KEYS = 1e30
 
