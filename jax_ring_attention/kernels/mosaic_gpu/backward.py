@@ -156,20 +156,20 @@ def grads_chunk(
                     narrow = d_logits.astype(dtype)
                     d_logits_smem[half, mine] = narrow
                     plgpu.commit_smem()
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(d_output_free.at[slot])
                     plgpu.barrier_arrive(d_logits_ready)
+                    plgpu.wgmma(d_key_acc, narrow, query_here)  # runs while the other warpgroup is waited for
+                    plgpu.wgmma_wait(1)
+                    plgpu.barrier_arrive(d_output_free.at[slot])
                     plgpu.barrier_wait(d_logits_ready)
-                    pl.run_scoped(functools.partial(pull, d_key_acc, narrow), plgpu.ACC((ROWS, ROWS), jnp.float32))
+                    pl.run_scoped(pull, plgpu.ACC((ROWS, ROWS), jnp.float32))
 
-                def pull(d_key_acc, narrow, d_query_acc):
+                def pull(d_query_acc):
                     if by_columns:
                         left, right = d_logits_smem.at[half], key_smem.at[:, mine]
                     else:
                         left, right = d_logits_smem.at[half, :, mine], key_smem
                     plgpu.wgmma(d_query_acc, left.transpose((1, 0)), right)
-                    plgpu.wgmma(d_key_acc, narrow, query_here)
-                    d_query_here = plgpu.wgmma_accumulator_load(d_query_acc, wait_n=1)
+                    d_query_here = plgpu.wgmma_accumulator_load(d_query_acc, wait_n=0)
 
                     @pl.when(n > 0)
                     def _():
@@ -178,7 +178,6 @@ def grads_chunk(
                     d_query_smem[w] = d_query_here
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(d_query_full)
-                    plgpu.wgmma_wait(0)
 
                 d_key, d_value = pl.run_state(lambda refs: step_with(*refs))((plgpu.ACC.init(d_key), plgpu.ACC.init(d_value)))
                 plgpu.barrier_arrive(query_free.at[slot])
