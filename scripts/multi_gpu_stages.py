@@ -1,0 +1,364 @@
+"""What bench_ring_multi_gpu.py runs on the devices, stage by stage. Each stage is a function of settings that gives a JSON object.
+
+Every stage is watched: without progress for `limit` seconds the process prints where every thread stands, and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from bench_chunk import difference, first_line, gradient, seconds
+from jax.sharding import Mesh, NamedSharding
+from multi_gpu_peers import AXIS, PEERS, SPEC
+from multi_gpu_trace import activity, cover, efficiency, read_trace
+
+from jax_ring_attention import make_ring_mesh, ring_attention, to_layout
+from jax_ring_attention.chunk import AUTOMATIC, KERNELS
+from jax_ring_attention.cli import check
+from jax_ring_attention.layouts import LAYOUTS
+from jax_ring_attention.schedule import PORTABLE_SCHEDULES
+
+DIRECTIONS = ("forward", "forward+backward")
+SAME = 1e-2
+"""Relative difference, in norm, below which two bfloat16 computations of one thing are taken to agree, as in bench_chunk.py."""
+
+
+class Setting(NamedTuple):
+    """What all stages share; `devices` None means all, `implementation` None what `ring_attention` would take here."""
+
+    devices: int | None
+    cpu_devices: int | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    implementation: str | None
+    repeats: int
+    check_tokens: int
+    limit: float
+    memory_bytes: int | None
+
+
+# Starting, and being watched.
+
+
+def start(setting: Setting, processes: int = 1, process: int = 0, port: int | None = None) -> None:
+    """Before anything touches a device: emulation, and the other processes, each of which holds as many devices as the others."""
+    if setting.cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", setting.cpu_devices // processes)
+        if processes > 1:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if processes > 1:
+        mine = None if setting.cpu_devices is not None else [process]
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, local_device_ids=mine)
+
+
+def watch(setting: Setting) -> None:
+    """Begin, or begin again, to wait for the next sign of progress."""
+    faulthandler.dump_traceback_later(setting.limit, exit=True)
+
+
+@contextlib.contextmanager
+def watched(setting: Setting) -> Iterator[None]:
+    watch(setting)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def ring_mesh(setting: Setting, size: int | None = None) -> Mesh:
+    found = jax.devices()
+    size = size or setting.devices or len(found)
+    if size > len(found):
+        raise SystemExit(f"{size} devices are wanted, but JAX finds {len(found)} ({found[0].platform})")
+    return make_ring_mesh((size,), (AXIS,), devices=found[:size])
+
+
+def implementation_of(setting: Setting) -> str:
+    return setting.implementation or next(name for name in AUTOMATIC if KERNELS[name].is_preferred())
+
+
+def about(setting: Setting) -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "device": device.device_kind,
+        "devices": ring_mesh(setting).size,
+        "processes": jax.process_count(),
+        "jax": jax.__version__,
+        "implementation": implementation_of(setting),
+        "memory_bytes": device_memory(setting),
+    }
+
+
+def device_memory(setting: Setting) -> int | None:
+    """Bytes that JAX may use of one device; None where neither the device nor the settings say."""
+    if setting.memory_bytes is not None:
+        return setting.memory_bytes
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+# Attention, and what goes in.
+
+
+def attention(setting: Setting, mesh: Mesh, mask: str, **options: Any) -> Callable[..., jax.Array]:
+    """The ring, of global arrays in stored order: zigzag."""
+    named = {"implementation": implementation_of(setting), "layout": "zigzag", **options}
+    return functools.partial(ring_attention, is_causal=mask == "causal", mesh=mesh, spec=SPEC, **named)
+
+
+def shapes(setting: Setting, length: int) -> list[tuple[int, ...]]:
+    """Of query, key, value and d_out."""
+    heads = (setting.heads, setting.kv_heads, setting.kv_heads, setting.heads)
+    return [(1, length, n, setting.head_dim) for n in heads]
+
+
+def arrays(setting: Setting, mesh: Mesh, length: int) -> list[jax.Array]:
+    """Normal query, key, value and d_out, each made where it stays."""
+    make = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, SPEC))
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [make(key, shape, jnp.dtype(setting.dtype)) for key, shape in zip(keys, shapes(setting, length), strict=True)]
+
+
+def store(values: list[jax.Array], layout: str, mesh: Mesh) -> list[jax.Array]:
+    """From natural order into the order of `layout`."""
+    convert = jax.jit(lambda x: to_layout(x, layout, mesh.size), out_shardings=NamedSharding(mesh, SPEC))
+    return [convert(x) for x in values]
+
+
+def median_seconds(setting: Setting, function: Callable[..., Any], arguments: list[jax.Array]) -> float:
+    """Median of `repeats` rounds of as many calls as fill a fifth of a second, at most 20."""
+    once = seconds(function, *arguments, rounds=1, calls=1)
+    watch(setting)
+    taken = seconds(function, *arguments, rounds=setting.repeats, calls=max(1, min(20, math.ceil(0.2 / once))))
+    watch(setting)
+    return taken
+
+
+def both_times(
+    setting: Setting, attend: Callable[..., Any], both: Callable[..., Any], given: list[jax.Array]
+) -> dict[str, float]:
+    return dict(
+        zip(DIRECTIONS, (median_seconds(setting, jax.jit(attend), given[:3]), median_seconds(setting, both, given)), strict=True)
+    )
+
+
+# Correctness.
+
+
+def correctness(setting: Setting, masks: list[str], layouts=LAYOUTS, schedules=PORTABLE_SCHEDULES) -> dict[str, Any]:
+    """Every layout and schedule against dense float64 attention, at most 2x (gradients 3x) what dense attention in `dtype` errs."""
+    mesh, rows = ring_mesh(setting), []
+    sizes = {"heads": setting.heads, "kv_heads": setting.kv_heads, "head_dim": setting.head_dim, "batch": 1}
+    for mask in masks:
+        is_causal = mask == "causal"
+        reference = check.make_reference(setting.dtype, is_causal, query_length=mesh.size * setting.check_tokens, **sizes)
+        for layout in layouts:
+            for schedule in schedules:
+                watch(setting)
+                case = check.Case(implementation_of(setting), setting.dtype, layout, schedule, is_causal)
+                finding = check.check(case, mesh, reference)
+                row = {"layout": layout, "schedule": schedule, "mask": mask, "result": finding.result, "reason": finding.reason}
+                if finding.errors:
+                    for name, parts in (("forward", check.NAMES[:2]), ("gradients", check.NAMES[2:])):
+                        row |= dict(zip((f"{name}_error", f"{name}_allowed"), finding.worst(*parts), strict=True))
+                rows.append(row)
+    wrong = [row for row in rows if row["result"] != "pass"]
+    return {"rows": rows, "passed": len(rows) - len(wrong), "wrong": len(wrong)}
+
+
+@jax.jit
+def identical(ones: Any, others: Any) -> jax.Array:
+    """Bit by bit, so that a NaN equals itself and 0 is not -0."""
+    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.uint8)
+    pairs = zip(jax.tree.leaves(ones), jax.tree.leaves(others), strict=True)
+    return jnp.stack([(bits(a) == bits(b)).all() for a, b in pairs]).all()
+
+
+def repeatability(setting: Setting, tokens: int, runs: int) -> dict[str, Any]:
+    """Output and gradients with deterministic=True, run after run, compared bit by bit with the first."""
+    mesh = ring_mesh(setting)
+    given = store(arrays(setting, mesh, mesh.size * tokens), "zigzag", mesh)
+    both = gradient(attention(setting, mesh, "causal", deterministic=True))
+    first, different = both(*given), 0
+    for _ in range(runs - 1):
+        different += not identical(both(*given), first)
+        watch(setting)
+    return {"tokens": tokens, "runs": runs, "different": different}
+
+
+def steps(setting: Setting, count: int) -> dict[str, Any]:
+    """Forward and backward `count` times, ten in flight at a time; the last results must be the first."""
+    mesh = ring_mesh(setting)
+    given = store(arrays(setting, mesh, mesh.size * setting.check_tokens), "zigzag", mesh)
+    both = gradient(attention(setting, mesh, "causal"))
+    first = jax.block_until_ready(both(*given))
+    begin = time.perf_counter()
+    for step in range(count):
+        last = both(*given)
+        if step % 10 == 9:
+            jax.block_until_ready(last)
+            watch(setting)
+    jax.block_until_ready(last)
+    taken = time.perf_counter() - begin
+    error = max(float(relative(a, b)) for a, b in zip(jax.tree.leaves(last), jax.tree.leaves(first), strict=True))
+    return {"steps": count, "tokens": setting.check_tokens, "seconds": taken, "difference": error, "wrong": int(not error < SAME)}
+
+
+@jax.jit
+def relative(have: jax.Array, want: jax.Array) -> jax.Array:
+    have, want = (x.astype(jnp.float32) for x in (have, want))
+    return jnp.linalg.norm(have - want) / jnp.linalg.norm(want)
+
+
+# Time.
+
+
+def speed(setting: Setting, tokens: int, mask: str, alone: bool = True, peers: bool = True) -> dict[str, Any]:
+    """Seconds of the ring, of one device with all of the work (`alone`) and of the peers; results agree before times count."""
+    mesh = ring_mesh(setting)
+    natural = arrays(setting, mesh, mesh.size * tokens)
+    given, ours = store(natural, "zigzag", mesh), attention(setting, mesh, mask)
+    both = gradient(ours)
+    have = jax.block_until_ready(both(*given))
+    watch(setting)
+    times: dict[str, dict[str, float]] = {}
+    refused: dict[str, str] = {}
+    if alone:
+        try:
+            times["one device"] = one_device(setting, mesh, mask, natural, have)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            refused["one device"] = first_line(error)
+    times["ring"] = both_times(setting, ours, both, given)
+    for name, make in PEERS.items() if peers else ():
+        try:
+            times[name] = peer_times(setting, mesh, mask, make, natural, have)
+        except Exception as error:  # whatever it raises: it is not ours
+            refused[name] = first_line(error)
+        watch(setting)
+    flops = 2 * setting.heads * setting.head_dim * (mesh.size * tokens) ** 2 / (2 if mask == "causal" else 1)
+    rows = []
+    for name, taken in times.items():
+        devices = 1 if name == "one device" else mesh.size
+        for direction, matmuls in zip(DIRECTIONS, (2, 7), strict=True):
+            row = {"tokens": tokens, "mask": mask, "direction": direction, "name": name, "seconds": taken[direction]}
+            row["tflops_per_device"] = matmuls * flops / taken[direction] / devices / 1e12
+            row["over_ring"] = times["ring"][direction] / taken[direction]
+            if "one device" in times:
+                row["efficiency"] = efficiency(times["one device"][direction], devices, taken[direction])
+            rows.append(row)
+    return {"rows": rows, "refused": refused}
+
+
+def one_device(setting: Setting, mesh: Mesh, mask: str, natural: list[jax.Array], have: Any) -> dict[str, float]:
+    """The same kernel on the whole sequence on the first device; its results must be the ring's."""
+    here = [jax.device_put(x, mesh.devices.flat[0]) for x in natural]
+    alone = functools.partial(ring_attention, is_causal=mask == "causal", implementation=implementation_of(setting))
+    both = gradient(alone)
+    agree("one device", setting, mesh, both(*here), have)
+    return both_times(setting, alone, both, here)
+
+
+def peer_times(setting: Setting, mesh: Mesh, mask: str, make: Callable[..., Any], natural: Any, have: Any) -> dict[str, float]:
+    peer = make(mesh, mask == "causal")
+    with peer.context:
+        given, both = store(natural, peer.layout, mesh), gradient(peer.attend)
+        agree("it", setting, mesh, both(*given), have, peer.layout)
+        return both_times(setting, peer.attend, both, given)
+
+
+def agree(name: str, setting: Setting, mesh: Mesh, results: Any, have: Any, layout: str = "contiguous") -> None:
+    """`results`, stored by `layout`, are those of the ring, in zigzag order."""
+    if layout != "zigzag":
+        sharded = [jax.device_put(x, NamedSharding(mesh, SPEC)) for x in jax.tree.leaves(results)]
+        results = store(sharded, "zigzag", mesh)
+    error = difference(jax.tree.leaves(results), jax.tree.leaves(have))
+    watch(setting)
+    if not error < SAME:
+        raise ArithmeticError(f"{name} and the ring differ by {error:.1e}, allowed {SAME:.0e}: not timed")
+
+
+def overlap(setting: Setting, tokens: int, calls: int = 3) -> dict[str, Any]:
+    """What a profile says of transfers and kernels, causal; a process profiles its own devices."""
+    mesh = ring_mesh(setting)
+    given = store(arrays(setting, mesh, mesh.size * tokens), "zigzag", mesh)
+    ours, found = attention(setting, mesh, "causal"), {}
+    for direction, function, count in zip(DIRECTIONS, (jax.jit(ours), gradient(ours)), (3, 4), strict=True):
+        jax.block_until_ready(function(*given[:count]))
+        watch(setting)
+        with tempfile.TemporaryDirectory() as directory:
+            with jax.profiler.trace(directory):
+                for _ in range(calls):
+                    jax.block_until_ready(function(*given[:count]))
+            found[direction] = {"tokens": tokens, "calls": calls, **cover(activity(read_trace(Path(directory))))}
+        watch(setting)
+    return found
+
+
+def variant(setting: Setting, tokens: int, masks: list[str]) -> dict[str, Any]:
+    """What depends on how transfers are made: right results, the ring's time, and what it hides. Nothing is timed if it is wrong."""
+    checked = correctness(setting, ["causal"], ["zigzag"], ["ring", "bidirectional"])
+    if checked["wrong"]:
+        reasons = [row["reason"] for row in checked["rows"] if row["result"] != "pass"]
+        raise SystemExit(f"wrong results, nothing is timed: {reasons[0]}")
+    rows = [row for mask in masks for row in speed(setting, tokens, mask, False, False)["rows"]]
+    return {"rows": rows, "overlap": overlap(setting, tokens)}
+
+
+# Memory.
+
+
+def memory_guess(setting: Setting, ring_size: int, base: int = 4096) -> dict[str, Any]:
+    """Bytes that one forward and backward takes of each device, from the compiler: per token of a shard, and tokens that would fit."""
+    mesh, limit = ring_mesh(setting, ring_size), device_memory(setting)
+    if limit is None:
+        raise SystemExit("this device does not say how much memory it has: give --memory-gib")
+    both, needed = gradient(attention(setting, mesh, "causal")), []
+    for tokens in (base, 2 * base):
+        sharding, dtype = NamedSharding(mesh, SPEC), jnp.dtype(setting.dtype)
+        given = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes(setting, ring_size * tokens)]
+        used = both.lower(*given).compile().memory_analysis()
+        needed.append(used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes)
+        watch(setting)
+    per_token = (needed[1] - needed[0]) / base
+    fixed = needed[0] - per_token * base
+    return {"bytes_per_token": per_token, "memory_bytes": limit, "tokens": max(0, int((limit - fixed) / per_token))}
+
+
+def train_once(setting: Setting, ring_size: int, tokens: int) -> dict[str, Any]:
+    """One forward and backward of causal attention over ring_size x tokens."""
+    mesh = ring_mesh(setting, ring_size)
+    try:
+        given = arrays(setting, mesh, ring_size * tokens)
+        begin = time.perf_counter()
+        jax.block_until_ready(gradient(attention(setting, mesh, "causal"))(*given))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"status": "out of memory", "reason": first_line(error)}
+    return {"status": "finished", "seconds": time.perf_counter() - begin}
+
+
+STAGES: dict[str, Callable[..., dict[str, Any]]] = {
+    function.__name__: function
+    for function in (about, correctness, repeatability, steps, speed, overlap, variant, memory_guess, train_once)
+}
+
+
+def run(stage: str, setting: Setting, **work: Any) -> dict[str, Any]:
+    with watched(setting):
+        return STAGES[stage](setting, **work)
