@@ -3,28 +3,28 @@
     python scripts/bench_ring_multi_gpu.py --variants --png ring.png          every GPU
     python scripts/bench_ring_multi_gpu.py --devices 4 --tokens 8192          the first four
     python scripts/bench_ring_multi_gpu.py --cpu-devices 4 --tokens 64 --check-tokens 16 --heads 4 --kv-heads 2 --head-dim 8 \\
-        --dtype float32 --steps 20 --memory-gib 0.001                         emulated: what runs there is checked, times mean nothing
+        --dtype float32 --steps 20 --memory-gib 0.001                         emulated: results are checked, times mean nothing
 
 Correctness comes first, and where it fails nothing is timed and the exit code is 1: output and gradients of every layout and
-schedule against dense float64 attention, with at most 2x (gradients 3x) the error of dense attention in the same dtype; gradients
-with deterministic=True, the same bit by bit from run to run; --steps forward and backward passes without a hang. Then, for 1
-sequence, causal and without a mask, in the zigzag layout:
+schedule against dense float64 attention, with at most 2x (gradients 3x) the error of dense attention in the same dtype;
+gradients with deterministic=True, the same bit by bit from run to run; --steps forward and backward passes without a hang. Then,
+for one sequence in the zigzag layout, causal and without a mask:
 
-* efficiency: seconds of one GPU with all of the work, over P times the ring's. The one GPU runs the same kernel on the whole sequence
-  of P x tokens; where that does not fit in its memory there is no efficiency, and the table says so. Results of both are compared.
-* the peers that multi_gpu_peers.py describes, on the same numbers: cuDNN with keys and values gathered, cuDNN with heads exchanged
-  for tokens, and TransformerEngine's ring where it is installed. One that refuses or disagrees is reported, not fatal.
-* overlap: the share of the transfers' time during which the same GPU runs kernels, from a profile. A kernel of NCCL counts from its
-  start, waiting for the other GPU included.
-* --variants: the same in processes of their own, with transfers by NCCL's kernels or by copy engines, and with one process for all GPUs
-  or one for each. XLA flags are first shown to the installed jaxlib on CPU, which ends a process for a flag that it does not know.
-* longest: the most tokens per GPU with which one forward and backward pass, causal, fits in memory. The compiler's count of bytes is
-  the first guess; each try is a process of its own. A try that is still running at --longest-limit has its memory and counts as fitting,
-  and is marked as unfinished.
+* speed: efficiency is the seconds of one GPU with all of the work over P times the ring's. It runs the same kernel on the whole
+  sequence of P x tokens; where that does not fit in its memory there is no efficiency, and the table says so.
+* peers: those that multi_gpu_peers.py describes, on the same numbers: cuDNN with keys and values gathered, cuDNN with heads
+  exchanged for tokens, TransformerEngine's ring where it is installed. One that refuses or disagrees is reported, not fatal.
+* overlap: the share of the transfers' time during which the same GPU runs kernels, from a profile, causal. NCCL's kernels count
+  from their start, so waiting for another GPU counts as transfer.
+* --variants: check, speed and overlap again in processes of their own, with transfers by NCCL's kernels or by copy engines, with
+  one process for all GPUs or one for each. A flag that the installed jaxlib does not know is reported; profiles are process 0's.
+* longest: the most tokens per GPU of which one forward and backward pass, causal, fits in memory. The compiler's count of bytes
+  is the first guess; each try is a process of its own. Memory is taken when a program starts, so a try that still runs after
+  --longest-limit seconds counts as fitting, and is marked as unfinished.
 
-Every stage runs in a process of its own, which ends itself when nothing progresses for --limit seconds and says where it stood. Times
-are medians on the host clock. NVLink multicast stays off (NCCL_NVLS_ENABLE=0 and NVSHMEM_DISABLE_NVLS=1 in every process): a setting
-that turns it on is refused. Prints tables and, as the last line, one JSON object; --png draws them.
+Every stage runs in a process of its own, which ends itself when nothing progresses for --limit seconds and says where it stood.
+Times are medians on the host clock. NVLink multicast stays off (NCCL_NVLS_ENABLE=0 and NVSHMEM_DISABLE_NVLS=1 in every process):
+what would turn it on is refused. Prints tables and, as the last line, one JSON object; --png draws them.
 """
 
 from __future__ import annotations
@@ -32,20 +32,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
-os.environ.update({name: os.environ.get(name, value) for name, value in MULTICAST_OFF.items()})  # main refuses other values
-
 import multi_gpu_stages as stages
+from multi_gpu_processes import MULTICAST_OFF, Failure, flags_known, in_own_processes, refuse_multicast
 from multi_gpu_trace import search_longest
 
 from jax_ring_attention.chunk import AUTOMATIC
@@ -58,6 +50,8 @@ MARKS = {
     "forward+backward": 0.902,
     "goal": 0.95,
 }
+PATIENCE = 3600
+"""Seconds for a stage that progresses for ever; one that does not is ended by its own watchdog."""
 SKIPPABLE = ("repeat", "steps", "speed", "peers", "overlap", "longest")
 
 
@@ -68,7 +62,7 @@ class Variant(NamedTuple):
     process_each: bool
 
 
-#: Collective-permutes follow the first flag in the versions supported here; the second is what older XLA reads, and other collectives.
+#: For collective-permutes newer XLA reads the first flag; the second is the older one, which may change nothing here.
 VARIANTS = {
     "NCCL": Variant("--xla_gpu_collective_permute_mode=private", False),
     "copy engine": Variant("--xla_gpu_collective_permute_mode=peer", False),
@@ -78,72 +72,7 @@ VARIANTS = {
 }
 
 
-# Processes.
-
-
-def refuse_multicast(environment: dict[str, str] | os._Environ[str]) -> None:
-    """A program that uses NVLink multicast can take the GPUs of a shared host out of service."""
-    for name, off in MULTICAST_OFF.items():
-        if environment.get(name, off) != off:
-            raise SystemExit(f"{name}={environment[name]} turns NVLink multicast on; unset it or set it to {off}")
-    if found := re.search(r"\S*(symmetric|multicast|nvls)\S*", environment.get("XLA_FLAGS", "").lower()):
-        raise SystemExit(f"XLA_FLAGS has {found[0]}, which may use NVLink multicast; leave it out")
-
-
-class Failure(NamedTuple):
-    """Why a stage gave no result."""
-
-    failed: str
-
-
-def why(code: int, text: str) -> str:
-    """From the exit code of a process and what it wrote to stderr: the watchdog's finding, or the last line."""
-    if "Timeout (" in text:
-        frames = re.findall(
-            r'^  File "(.*?)", line (\d+) in (\S+)', text[text.rindex("(most recent call first)") :], re.MULTILINE
-        )
-        place = f" in {frames[0][2]}, {Path(frames[0][0]).name}:{frames[0][1]}" if frames else ""
-        return f"no progress within the limit, stopped by the watchdog{place}"
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"{lines[-1][:300] if lines else 'no message'} ({ended})"
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def in_own_processes(
-    work: dict[str, Any], patience: float, environment: dict[str, str] | None = None, processes: int = 1
-) -> dict[str, Any] | Failure:
-    """The last line of process 0, which runs `work` with all others; when one fails, or at `patience` seconds, all are ended."""
-    environment = os.environ | MULTICAST_OFF | (environment or {})
-    refuse_multicast(environment)
-    work |= {"processes": processes, "port": free_port()}
-    with tempfile.TemporaryDirectory() as directory:
-        children = []
-        for process in range(processes):
-            command = [sys.executable, __file__, "--one", json.dumps(work | {"process": process})]
-            with open(f"{directory}/{process}.out", "wb") as out, open(f"{directory}/{process}.err", "wb") as err:
-                children.append(subprocess.Popen(command, env=environment, stdout=out, stderr=err))
-        deadline = time.monotonic() + patience
-        try:
-            while any(child.poll() is None for child in children):
-                if any(child.poll() for child in children):
-                    break
-                if time.monotonic() > deadline:
-                    return Failure(f"not finished within {patience:g} s")
-                time.sleep(0.05)
-            for process, child in enumerate(children):
-                if child.poll():
-                    return Failure(why(child.returncode, Path(f"{directory}/{process}.err").read_text(errors="replace")))
-            return json.loads(Path(f"{directory}/0.out").read_text().splitlines()[-1])
-        finally:
-            for child in children:
-                child.kill()
-                child.wait()
+# Stages.
 
 
 class Runner:
@@ -152,14 +81,16 @@ class Runner:
     def __init__(self, setting: stages.Setting, in_process: bool) -> None:
         self.setting, self.in_process = setting, in_process
 
-    def __call__(self, stage: str, patience: float | None = None, **work: Any) -> dict[str, Any] | Failure:
+    def __call__(self, stage: str, patience: float = PATIENCE, **work: Any) -> dict[str, Any] | Failure:
         if self.in_process:
             return stages.run(stage, self.setting, **work)
-        # A stage watches itself; an hour is for one that progresses for ever.
-        return in_own_processes(self.work(stage, **work), patience or 3600)
+        return self.apart(stage, patience, **work)
 
-    def work(self, stage: str, **work: Any) -> dict[str, Any]:
-        return {"stage": stage, "setting": self.setting._asdict(), "work": work}
+    def apart(
+        self, stage: str, patience: float = PATIENCE, environment=None, processes: int = 1, **work: Any
+    ) -> dict[str, Any] | Failure:
+        given = {"stage": stage, "setting": self.setting._asdict(), "work": work}
+        return in_own_processes(__file__, given, patience, environment, processes)
 
 
 def one(work: dict[str, Any]) -> None:
@@ -185,7 +116,7 @@ def needs(result: dict[str, Any] | Failure, what: str) -> dict[str, Any]:
 
 def report_correctness(run: Runner, options: argparse.Namespace) -> dict[str, Any]:
     """Ends the program where anything is wrong."""
-    found = {"layouts_and_schedules": needs(run("correctness", masks=options.masks), "correctness")}
+    found = {"layouts_and_schedules": needs(run("correctness", masks=options.masks, fast=options.fast), "correctness")}
     for row in found["layouts_and_schedules"]["rows"]:
         line = f"{row['layout']:10s} {row['schedule']:13s} {row['mask']:6s} {row['result']}"
         if "forward_error" in row:
@@ -256,23 +187,16 @@ def report_overlap(run: Runner, options: argparse.Namespace) -> list[dict[str, A
     return found
 
 
-def flags_known(flags: str) -> bool:
-    """Whether the installed jaxlib starts with these XLA flags: it is asked on CPU, in a process of its own."""
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", "import jax; jax.devices()"]
-    return subprocess.run(command, env=environment, capture_output=True, timeout=120).returncode == 0
-
-
 def report_variants(run: Runner, options: argparse.Namespace, devices: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     tokens = min(options.tokens)
-    work = run.work("variant", tokens=tokens, masks=options.masks)
     for name in options.variants:
         flags, process_each = VARIANTS[name]
         result: dict[str, Any] | Failure = Failure(f"this jaxlib does not know {flags}")
         if flags_known(flags):
             environment = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-            result = in_own_processes(work, 3600, environment, devices if process_each else 1)
+            processes = devices if process_each else 1
+            result = run.apart("variant", PATIENCE, environment, processes, tokens=tokens, masks=options.masks)
         if isinstance(result, Failure):
             found[name] = {"failed": result.failed}
             say(f"variant {name}: not measured: {result.failed}")
@@ -286,6 +210,8 @@ def report_variants(run: Runner, options: argparse.Namespace, devices: int) -> d
 
 
 def report_longest(run: Runner, options: argparse.Namespace, devices: int) -> list[dict[str, Any]]:
+    # What the allocator leaves is for NCCL.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.94")
     sizes = options.ring_sizes or sorted({2**i for i in range(devices.bit_length()) if 2**i <= devices} | {devices})
     rows = []
     for size in sizes:
@@ -300,8 +226,7 @@ def report_longest(run: Runner, options: argparse.Namespace, devices: int) -> li
         def fits(tokens: int, size: int = size, tries: list[dict[str, Any]] = tries) -> bool:
             result = run("train_once", options.longest_limit, ring_size=size, tokens=tokens)
             if isinstance(result, Failure):
-                unfinished = result.failed.startswith("not finished")
-                result = {"status": "unfinished" if unfinished else "failed", "reason": result.failed}
+                result = {"status": "unfinished" if result.out_of_time else "failed", "reason": result.failed}
             tries.append({"tokens": tokens, **result})
             say(f"longest, {size} GPUs, {tokens} tokens each: {result['status']}")
             return result["status"] in ("finished", "unfinished")
@@ -364,6 +289,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="default bfloat16")
     add("--implementation", choices=AUTOMATIC, help="checked and timed (default: what these devices take by themselves)")
     add("--check-tokens", type=token_count, default=256, help="per GPU for correctness and --steps (default 256)")
+    add("--fast", action="store_true", help="check three combinations of layout and schedule instead of all nine")
     add("--runs", type=positive_int, default=20, help="that must give the same bits (default 20)")
     add("--steps", type=positive_int, default=2000, help="that must not hang (default 2000)")
     add("--repeats", type=positive_int, default=5, help="rounds that a median is taken of (default 5)")
@@ -404,6 +330,7 @@ def main(arguments: list[str] | None = None) -> None:
         one(json.loads(options.one))
         return
     refuse_multicast(os.environ)
+    os.environ.update(MULTICAST_OFF)  # before anything starts NCCL
     if options.png:
         require_matplotlib()
     shared = {name: getattr(options, name) for name in stages.Setting._fields if hasattr(options, name)}

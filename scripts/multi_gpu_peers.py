@@ -7,9 +7,9 @@
   and gives it no gradient, so a shard's attention cannot be put together from calls with and without that mask. So each half of a
   zigzag shard is one call in which the lengths cut off the keys behind the half, which cuDNN then skips, and a boolean mask cuts
   the diagonal. That does (2P + 1) / 2P of the useful work, but cuDNN reads the mask as a bias of (T/2P) x T numbers.
-* "cudnn, all-to-all": contiguous shards; heads are exchanged for tokens, each device attends over the whole sequence with its part
-  of the heads under cuDNN's own causal mask, and the results are exchanged back. No work is wasted and no mask is read, but it
-  needs key/value heads that P divides.
+* "cudnn, all-to-all": contiguous shards; heads are exchanged for tokens, each device attends over the whole sequence with its
+  part of the heads under cuDNN's own causal mask, and the results are exchanged back. No work is wasted and no mask is read, but
+  P must divide the key/value heads.
 * "TransformerEngine ring": its ring over zigzag shards, on cuDNN kernels, where it is installed.
 """
 
@@ -30,7 +30,7 @@ CUDNN = "cudnn"
 
 
 class Peer(NamedTuple):
-    """The layout that its arrays are stored in, a context to trace and compile in, and `attend(query, key, value)` of global arrays."""
+    """The layout that its arrays are stored in, a context to compile in, and `attend(query, key, value)` of global arrays."""
 
     layout: str
     context: contextlib.AbstractContextManager[Any]

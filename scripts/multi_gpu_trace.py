@@ -146,7 +146,7 @@ def cover(devices: dict[str, Activity]) -> dict[str, Any]:
 def search_longest(fits: Callable[[int], bool], guess: int, step: int, attempts: int) -> tuple[int | None, int | None]:
     """The largest number tried that fits and the smallest that does not, None where there is none.
 
-    Starts at `guess`, grows by a quarter while all fits, shrinks by a quarter while nothing does, then bisects; numbers are
+    Starts at `guess`, grows by a quarter while all fits, shrinks by an eighth while nothing does, then bisects; numbers are
     multiples of `step`, and `fits` is asked at most `attempts` times.
     """
     if step < 1 or attempts < 1:
@@ -159,6 +159,6 @@ def search_longest(fits: Callable[[int], bool], guess: int, step: int, attempts:
             yes = tokens
         else:
             no = tokens
-        tokens = max(yes + step, yes * 5 // 4) if no is None else (no * 3 // 4 if not yes else (yes + no) // 2)
+        tokens = max(yes + step, yes * 5 // 4) if no is None else (no * 7 // 8 if not yes else (yes + no) // 2)
         tokens = tokens // step * step
     return yes or None, no
