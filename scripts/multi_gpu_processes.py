@@ -91,7 +91,7 @@ def in_own_processes(
 
 
 def flags_known(flags: str) -> bool:
-    """Whether the installed jaxlib starts with these XLA flags; a process of its own asks, since an unknown one is the end of it."""
+    """Whether the installed jaxlib starts with these XLA flags. Asked in a process of its own: an unknown flag ends it."""
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", "import jax; jax.devices()"]
     return subprocess.run(command, env=environment, capture_output=True, timeout=120).returncode == 0

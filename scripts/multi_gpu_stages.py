@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from bench_chunk import difference, first_line, gradient, seconds
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from multi_gpu_peers import AXIS, PEERS, SPEC
 from multi_gpu_trace import activity, cover, efficiency, read_trace
@@ -112,10 +113,12 @@ def device_memory(setting: Setting) -> int | None:
 # Attention, and what goes in.
 
 
-def attention(setting: Setting, mesh: Mesh, mask: str, **options: Any) -> Callable[..., jax.Array]:
-    """The ring, of global arrays in stored order: zigzag."""
-    named = {"implementation": implementation_of(setting), "layout": "zigzag", **options}
-    return functools.partial(ring_attention, is_causal=mask == "causal", mesh=mesh, spec=SPEC, **named)
+@functools.cache  # stages in one process share what they compile
+def ring(setting: Setting, mesh: Mesh, mask: str, deterministic: bool = False) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward, and forward + backward, of global arrays in stored order: zigzag."""
+    named = {"implementation": implementation_of(setting), "layout": "zigzag", "deterministic": deterministic}
+    attend = functools.partial(ring_attention, is_causal=mask == "causal", mesh=mesh, spec=SPEC, **named)
+    return jax.jit(attend), gradient(attend)
 
 
 def shapes(setting: Setting, length: int) -> list[tuple[int, ...]]:
@@ -133,25 +136,31 @@ def arrays(setting: Setting, mesh: Mesh, length: int) -> list[jax.Array]:
 
 def store(values: list[jax.Array], layout: str, mesh: Mesh) -> list[jax.Array]:
     """From natural order into the order of `layout`."""
-    convert = jax.jit(lambda x: to_layout(x, layout, mesh.size), out_shardings=NamedSharding(mesh, SPEC))
-    return [convert(x) for x in values]
+    return [_stored(x, layout, mesh) for x in values]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _stored(x: jax.Array, layout: str, mesh: Mesh) -> jax.Array:
+    return jax.lax.with_sharding_constraint(to_layout(x, layout, mesh.size), NamedSharding(mesh, SPEC))
 
 
 def median_seconds(setting: Setting, function: Callable[..., Any], arguments: list[jax.Array]) -> float:
     """Median of `repeats` rounds of as many calls as fill a fifth of a second, at most 20."""
     once = seconds(function, *arguments, rounds=1, calls=1)
     watch(setting)
-    taken = seconds(function, *arguments, rounds=setting.repeats, calls=max(1, min(20, math.ceil(0.2 / once))))
+    calls = max(1, min(20, math.ceil(0.2 / once)))
+    if jax.process_count() > 1:  # all must make the same number of calls, or some wait for ever
+        calls = int(multihost_utils.broadcast_one_to_all(calls))
+    taken = seconds(function, *arguments, rounds=setting.repeats, calls=calls)
     watch(setting)
     return taken
 
 
 def both_times(
-    setting: Setting, attend: Callable[..., Any], both: Callable[..., Any], given: list[jax.Array]
+    setting: Setting, forward: Callable[..., Any], both: Callable[..., Any], given: list[jax.Array]
 ) -> dict[str, float]:
-    return dict(
-        zip(DIRECTIONS, (median_seconds(setting, jax.jit(attend), given[:3]), median_seconds(setting, both, given)), strict=True)
-    )
+    taken = (median_seconds(setting, forward, given[:3]), median_seconds(setting, both, given))
+    return dict(zip(DIRECTIONS, taken, strict=True))
 
 
 # Correctness.
@@ -190,7 +199,7 @@ def repeatability(setting: Setting, tokens: int, runs: int) -> dict[str, Any]:
     """Output and gradients with deterministic=True, run after run, compared bit by bit with the first."""
     mesh = ring_mesh(setting)
     given = store(arrays(setting, mesh, mesh.size * tokens), "zigzag", mesh)
-    both = gradient(attention(setting, mesh, "causal", deterministic=True))
+    _, both = ring(setting, mesh, "causal", deterministic=True)
     first, different = both(*given), 0
     for _ in range(runs - 1):
         different += not identical(both(*given), first)
@@ -202,7 +211,7 @@ def steps(setting: Setting, count: int) -> dict[str, Any]:
     """Forward and backward `count` times, ten in flight at a time; the last results must be the first."""
     mesh = ring_mesh(setting)
     given = store(arrays(setting, mesh, mesh.size * setting.check_tokens), "zigzag", mesh)
-    both = gradient(attention(setting, mesh, "causal"))
+    _, both = ring(setting, mesh, "causal")
     first = jax.block_until_ready(both(*given))
     begin = time.perf_counter()
     for step in range(count):
@@ -229,8 +238,7 @@ def speed(setting: Setting, tokens: int, mask: str, alone: bool = True, peers: b
     """Seconds of the ring, of one device with all of the work (`alone`) and of the peers; results agree before times count."""
     mesh = ring_mesh(setting)
     natural = arrays(setting, mesh, mesh.size * tokens)
-    given, ours = store(natural, "zigzag", mesh), attention(setting, mesh, mask)
-    both = gradient(ours)
+    given, (forward, both) = store(natural, "zigzag", mesh), ring(setting, mesh, mask)
     have = jax.block_until_ready(both(*given))
     watch(setting)
     times: dict[str, dict[str, float]] = {}
@@ -242,7 +250,7 @@ def speed(setting: Setting, tokens: int, mask: str, alone: bool = True, peers: b
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             refused["one device"] = first_line(error)
-    times["ring"] = both_times(setting, ours, both, given)
+    times["ring"] = both_times(setting, forward, both, given)
     for name, make in PEERS.items() if peers else ():
         try:
             times[name] = peer_times(setting, mesh, mask, make, natural, have)
@@ -269,7 +277,7 @@ def one_device(setting: Setting, mesh: Mesh, mask: str, natural: list[jax.Array]
     alone = functools.partial(ring_attention, is_causal=mask == "causal", implementation=implementation_of(setting))
     both = gradient(alone)
     agree("one device", setting, mesh, both(*here), have)
-    return both_times(setting, alone, both, here)
+    return both_times(setting, jax.jit(alone), both, here)
 
 
 def peer_times(setting: Setting, mesh: Mesh, mask: str, make: Callable[..., Any], natural: Any, have: Any) -> dict[str, float]:
@@ -277,7 +285,7 @@ def peer_times(setting: Setting, mesh: Mesh, mask: str, make: Callable[..., Any]
     with peer.context:
         given, both = store(natural, peer.layout, mesh), gradient(peer.attend)
         agree("it", setting, mesh, both(*given), have, peer.layout)
-        return both_times(setting, peer.attend, both, given)
+        return both_times(setting, jax.jit(peer.attend), both, given)
 
 
 def agree(name: str, setting: Setting, mesh: Mesh, results: Any, have: Any, layout: str = "contiguous") -> None:
@@ -295,8 +303,8 @@ def overlap(setting: Setting, tokens: int, calls: int = 3) -> dict[str, Any]:
     """What a profile says of transfers and kernels, causal; a process profiles its own devices."""
     mesh = ring_mesh(setting)
     given = store(arrays(setting, mesh, mesh.size * tokens), "zigzag", mesh)
-    ours, found = attention(setting, mesh, "causal"), {}
-    for direction, function, count in zip(DIRECTIONS, (jax.jit(ours), gradient(ours)), (3, 4), strict=True):
+    found = {}
+    for direction, function, count in zip(DIRECTIONS, ring(setting, mesh, "causal"), (3, 4), strict=True):
         jax.block_until_ready(function(*given[:count]))
         watch(setting)
         with tempfile.TemporaryDirectory() as directory:
@@ -328,7 +336,7 @@ def memory_guess(setting: Setting, ring_size: int, base: int = 4096) -> dict[str
     mesh, limit = ring_mesh(setting, ring_size), device_memory(setting)
     if limit is None:
         raise SystemExit("this device does not say how much memory it has: give --memory-gib")
-    both, needed = gradient(attention(setting, mesh, "causal")), []
+    (_, both), needed = ring(setting, mesh, "causal"), []
     for tokens in (base, 2 * base):
         sharding, dtype = NamedSharding(mesh, SPEC), jnp.dtype(setting.dtype)
         given = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes(setting, ring_size * tokens)]
@@ -346,7 +354,7 @@ def train_once(setting: Setting, ring_size: int, tokens: int) -> dict[str, Any]:
     try:
         given = arrays(setting, mesh, ring_size * tokens)
         begin = time.perf_counter()
-        jax.block_until_ready(gradient(attention(setting, mesh, "causal"))(*given))
+        jax.block_until_ready(ring(setting, mesh, "causal")[1](*given))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

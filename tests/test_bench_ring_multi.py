@@ -6,6 +6,7 @@ import gzip
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from jax_ring_attention.kernels.xla import XlaKernel
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "bench_ring_multi_gpu.py"
 TINY = ["--tokens", "16", "--check-tokens", "16", "--heads", "4", "--kv-heads", "4", "--head-dim", "8", "--dtype", "float32"]
-TINY += ["--masks", "causal", "--repeats", "1", "--runs", "3", "--steps", "20", "--memory-gib", "0.0005"]
+TINY += ["--masks", "causal", "--repeats", "1", "--runs", "3", "--steps", "20", "--memory-gib", "0.005"]
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -58,7 +59,7 @@ def last_json(text: str) -> dict:
 def test_every_part_runs_and_fills_its_fields(bench, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(load("multi_gpu_peers", monkeypatch), "CUDNN", "xla")  # what they compute; cuDNN needs a GPU
     picture = tmp_path / "deep" / "ring.png"
-    arguments = ["--in-process", "--devices", "4", "--ring-sizes", "2", "--tries", "2", "--png", str(picture)]
+    arguments = ["--in-process", "--devices", "4", "--ring-sizes", "2", "--tries", "1", "--png", str(picture)]
     bench.main([*TINY, *arguments])
     report = last_json(capsys.readouterr().out)
     assert (report["script"], report["platform"], report["devices"], report["jax"]) == (
@@ -105,17 +106,17 @@ def test_every_part_runs_and_fills_its_fields(bench, monkeypatch, capsys, tmp_pa
     (longest,) = report["longest"]
     assert longest["ring_size"] == 2
     assert longest["guess"] == pytest.approx(report["memory_bytes"] / longest["bytes_per_token"], rel=0.2)
-    assert [one["status"] for one in longest["tries"]] == ["finished"] * 2
+    assert [one["status"] for one in longest["tries"]] == ["finished"]
     assert longest["tokens_per_gpu"] == max(one["tokens"] for one in longest["tries"]) >= longest["guess"] * 0.9
     assert longest["too_many"] is None
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.multiprocess
-def test_variants_run_in_processes_of_their_own_and_one_for_each_device():
+def test_a_variant_runs_in_processes_of_its_own_one_for_each_device():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    names = ["NCCL, one process per GPU", "copy engine"]
-    arguments = ["--cpu-devices", "2", "--fast", "--skip", "repeat", "steps", "speed", "overlap", "longest", "--variants", *names]
+    name = "copy engine, one process per GPU"
+    arguments = ["--cpu-devices", "2", "--fast", "--skip", "repeat", "steps", "speed", "overlap", "longest", "--variants", name]
     command = [sys.executable, str(SCRIPT), *TINY, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -123,14 +124,12 @@ def test_variants_run_in_processes_of_their_own_and_one_for_each_device():
     assert (report["devices"], report["processes"]) == (2, 1)
     assert report["correctness"]["layouts_and_schedules"]["passed"] == 3
     assert not {"speed", "overlap", "longest"} & set(report)
-    assert list(report["variants"]) == names
-    for name, processes in zip(names, (2, 1), strict=True):
-        found = report["variants"][name]
-        assert found["processes"] == processes, found
-        assert "xla_gpu_collective_permute_mode" in found["flags"]
-        assert [row["direction"] for row in found["rows"]] == ["forward", "forward+backward"]
-        assert all(row["seconds"] > 0 for row in found["rows"])
-        assert found["overlap"]["forward"]["least"] is None
+    found = report["variants"][name]
+    assert found["processes"] == 2, found
+    assert found["flags"] == "--xla_gpu_collective_permute_mode=peer"
+    assert [row["direction"] for row in found["rows"]] == ["forward", "forward+backward"]
+    assert all(row["seconds"] > 0 for row in found["rows"])
+    assert found["overlap"]["forward"]["least"] is None
 
 
 # It fails where it should, and times nothing then.
@@ -184,12 +183,14 @@ def test_repeatability_sees_one_bit(bench):
 
 
 @pytest.mark.multiprocess
-def test_a_stage_that_does_not_progress_is_ended_and_says_where_it_stood():
-    command = [sys.executable, str(SCRIPT), *TINY, "--cpu-devices", "2", "--limit", "0.001"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 1
-    assert "stopped by the watchdog in " in done.stderr
+def test_a_stage_that_does_not_progress_is_ended_and_says_where_it_stood(bench, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    setting = bench.stages.Setting(2, 2, 4, 2, 8, "float32", None, 1, 16, 0.001, None)
+    result = bench.Runner(setting, in_process=False)("about")
+    assert isinstance(result, bench.Failure)
+    assert re.search(r"stopped by the watchdog in \w+, \w+\.py:\d+", result.failed)
+    with pytest.raises(SystemExit, match=r"about: .*watchdog.* Nothing is timed"):
+        bench.needs(result, "about")
 
 
 @pytest.mark.fast
@@ -218,7 +219,7 @@ def test_multicast_stays_off(bench, processes, monkeypatch, setting):
         processes.in_own_processes(str(SCRIPT), {}, 1, setting)
 
 
-@pytest.mark.fast
+@pytest.mark.multiprocess
 def test_flags_that_jaxlib_does_not_know_are_noticed(bench, processes):
     assert processes.flags_known(bench.VARIANTS["copy engine"].flags)
     assert not processes.flags_known("--xla_gpu_no_such_flag=true")
