@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import multi_gpu_stages as stages
+from multi_gpu_peers import PEERS
 from multi_gpu_processes import MULTICAST_OFF, Failure, flags_known, in_own_processes, refuse_multicast
 from multi_gpu_trace import search_longest
 
@@ -98,7 +99,8 @@ def one(work: dict[str, Any]) -> None:
     setting = stages.Setting(**work["setting"])
     with stages.watched(setting):
         stages.start(setting, work["processes"], work["process"], work["port"])
-    print(json.dumps(stages.run(work["stage"], setting, **work["work"])))
+    print(json.dumps(stages.run(work["stage"], setting, **work["work"])), flush=True)
+    stages.stop(work["processes"])
 
 
 # The parts of the report. Each prints as it goes, and gives what belongs in the JSON object.
@@ -144,27 +146,40 @@ def report_correctness(run: Runner, options: argparse.Namespace) -> dict[str, An
 
 
 def report_speed(run: Runner, options: argparse.Namespace) -> dict[str, Any]:
-    rows, refused = [], []
+    """Each peer gets a process, with the ring beside it, so that one that crashes takes nothing else along."""
+    rows: list[dict[str, Any]] = []
+    refused: list[dict[str, Any]] = []
+    peers = [] if "peers" in options.skip else list(PEERS)
     for tokens in options.tokens:
-        for mask in options.masks:
-            result = run("speed", tokens=tokens, mask=mask, peers="peers" not in options.skip)
+        for name in ("ring", *peers):
+            is_ring = name == "ring"
+            result = run("speed", tokens=tokens, masks=options.masks, alone=is_ring, peers=[] if is_ring else [name])
             if isinstance(result, Failure):
-                refused.append({"tokens": tokens, "mask": mask, "name": "ring", "reason": result.failed})
-                say(f"{tokens:7d} tokens a GPU, {mask}: not measured: {result.failed}")
-                continue
-            for row in result["rows"]:
+                result = {"rows": [], "refused": [{"name": name, "mask": "any", "reason": result.failed}], "wrong": []}
+            if is_ring and result["wrong"]:
+                raise SystemExit(f"one device {result['wrong'][0]['reason']} ({tokens} tokens a GPU). Nothing more is timed.")
+            new = [row for row in result["rows"] if is_ring or row["name"] == name]
+            for row in new:
+                row |= share_of_one_device(row, rows)
                 share = f"  efficiency {row['efficiency']:.3f}" if "efficiency" in row else ""
                 say(
-                    f"{tokens:7d} {mask:6s} {row['direction']:16s} {row['name']:22s} {row['seconds'] * 1e3:10.3f} ms  "
+                    f"{tokens:7d} {row['mask']:6s} {row['direction']:16s} {row['name']:22s} {row['seconds'] * 1e3:10.3f} ms  "
                     f"{row['tflops_per_device']:6.1f} TFLOP/s a GPU  {row['over_ring']:.3f} of the ring{share}"
                 )
-            for name, reason in result["refused"].items():
-                refused.append({"tokens": tokens, "mask": mask, "name": name, "reason": reason})
-                say(f"{tokens:7d} {mask:6s} {name}: {reason}")
-            rows += result["rows"]
+            rows += new
+            for row in result["refused"]:
+                refused.append({"tokens": tokens, **row})
+                say(f"{tokens:7d} {row['mask']:6s} {row['name']}: {row['reason']}")
     marks = ", ".join(f"{direction} {MARKS[direction]:.1%}" for direction in stages.DIRECTIONS)
     say(f"marks for causal: {marks} ({MARKS['source']}); goal {MARKS['goal']:.0%}")
     return {"rows": rows, "refused": refused}
+
+
+def share_of_one_device(row: dict[str, Any], measured: list[dict[str, Any]]) -> dict[str, float]:
+    """A peer's efficiency, by our one-device time and the ring's efficiency, which were measured together."""
+    key = ("tokens", "mask", "direction")
+    ring = [one for one in measured if one["name"] == "ring" and all(one[x] == row[x] for x in key) and "efficiency" in one]
+    return {"efficiency": ring[0]["efficiency"] * row["over_ring"]} if ring else {}
 
 
 def overlap_line(found: dict[str, Any], direction: str) -> str:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from bench_chunk import difference, first_line, gradient, seconds
+import numpy as np
+from bench_chunk import first_line, gradient, seconds
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from multi_gpu_peers import AXIS, PEERS, SPEC
@@ -62,6 +63,12 @@ def start(setting: Setting, processes: int = 1, process: int = 0, port: int | No
     if processes > 1:
         mine = None if setting.cpu_devices is not None else [process]
         jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, local_device_ids=mine)
+
+
+def stop(processes: int) -> None:
+    """Wait for the other processes, which may still need this one."""
+    if processes > 1:
+        jax.distributed.shutdown()
 
 
 def watch(setting: Setting) -> None:
@@ -171,13 +178,16 @@ def correctness(setting: Setting, masks: list[str], fast: bool = False) -> dict[
     mesh, rows = ring_mesh(setting), []
     sizes = {"heads": setting.heads, "kv_heads": setting.kv_heads, "head_dim": setting.head_dim, "batch": 1}
     length = mesh.size * setting.check_tokens
-    references = {mask: check.make_reference(setting.dtype, mask == "causal", query_length=length, **sizes) for mask in masks}
+    make = functools.partial(check.make_reference, setting.dtype, query_length=length, **sizes)
+    reference = functools.cache(lambda is_causal: make(is_causal=is_causal))
     for case in check.cases((implementation_of(setting),), (setting.dtype,), fast):
         mask = "causal" if case.is_causal else "full"
         if mask not in masks:
             continue
         watch(setting)
-        finding = check.check(case, mesh, references[mask])
+        wanted = reference(case.is_causal)
+        watch(setting)
+        finding = check.check(case, mesh, wanted)
         row = {"layout": case.layout, "schedule": case.schedule, "mask": mask, "result": finding.result, "reason": finding.reason}
         if finding.errors:
             for name, parts in (("forward", check.NAMES[:2]), ("gradients", check.NAMES[2:])):
@@ -221,54 +231,62 @@ def steps(setting: Setting, count: int) -> dict[str, Any]:
             watch(setting)
     jax.block_until_ready(last)
     taken = time.perf_counter() - begin
-    error = max(float(relative(a, b)) for a, b in zip(jax.tree.leaves(last), jax.tree.leaves(first), strict=True))
+    error = difference(last, first)
     return {"steps": count, "tokens": setting.check_tokens, "seconds": taken, "difference": error, "wrong": int(not error < SAME)}
 
 
+def difference(have: Any, want: Any) -> float:
+    """Largest relative difference, in norm, of outputs and gradients; NaN where there is one."""
+    pairs = zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True)
+    return float(np.max([_difference(a, b) for a, b in pairs]))
+
+
 @jax.jit
-def relative(have: jax.Array, want: jax.Array) -> jax.Array:
+def _difference(have: jax.Array, want: jax.Array) -> jax.Array:
     have, want = (x.astype(jnp.float32) for x in (have, want))
-    return jnp.linalg.norm(have - want) / jnp.linalg.norm(want)
+    return jnp.sqrt(jnp.square(have - want).sum() / jnp.square(want).sum())
 
 
 # Time.
 
 
-def speed(setting: Setting, tokens: int, mask: str, alone: bool = True, peers: bool = True) -> dict[str, Any]:
-    """Seconds of the ring, of one device with all of the work (`alone`) and of the peers; results agree before times count."""
-    mesh = ring_mesh(setting)
+def speed(setting: Setting, tokens: int, masks: list[str], alone: bool, peers: list[str]) -> dict[str, Any]:
+    """Seconds of the ring, of one device with all of the work (`alone`) and of these peers; results agree before times count.
+
+    Returns:
+      `rows`, one for each name, mask and direction; `refused`: who was not timed, with the reason; `wrong`: where the ring and one
+      device do not agree.
+    """
+    mesh, rows, refused, wrong = ring_mesh(setting), [], [], []
     natural = arrays(setting, mesh, mesh.size * tokens)
-    given, (forward, both) = store(natural, "zigzag", mesh), ring(setting, mesh, mask)
-    have = jax.block_until_ready(both(*given))
-    watch(setting)
-    times: dict[str, dict[str, float]] = {}
-    refused: dict[str, str] = {}
-    if alone:
-        try:
-            times["one device"] = one_device(setting, mesh, mask, natural, have)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            refused["one device"] = first_line(error)
-    times["ring"] = both_times(setting, forward, both, given)
-    for name, make in PEERS.items() if peers else ():
-        try:
-            times[name] = peer_times(setting, mesh, mask, make, natural, have)
-        except Exception as error:  # whatever it raises: it is not ours
-            refused[name] = first_line(error)
+    given = store(natural, "zigzag", mesh)
+    for mask in masks:
+        forward, both = ring(setting, mesh, mask)
+        have = jax.block_until_ready(both(*given))
         watch(setting)
-    flops = 2 * setting.heads * setting.head_dim * (mesh.size * tokens) ** 2 / (2 if mask == "causal" else 1)
-    rows = []
-    for name, taken in times.items():
-        devices = 1 if name == "one device" else mesh.size
-        for direction, matmuls in zip(DIRECTIONS, (2, 7), strict=True):
-            row = {"tokens": tokens, "mask": mask, "direction": direction, "name": name, "seconds": taken[direction]}
-            row["tflops_per_device"] = matmuls * flops / taken[direction] / devices / 1e12
-            row["over_ring"] = times["ring"][direction] / taken[direction]
-            if "one device" in times:
-                row["efficiency"] = efficiency(times["one device"][direction], devices, taken[direction])
-            rows.append(row)
-    return {"rows": rows, "refused": refused}
+        times = {"ring": both_times(setting, forward, both, given)}
+        others = {name: functools.partial(peer_times, make=PEERS[name]) for name in peers}
+        for name, measure in (({"one device": one_device} if alone else {}) | others).items():
+            try:
+                times[name] = measure(setting, mesh, mask, natural, have)
+            except Disagreement as error:
+                (wrong if name == "one device" else refused).append({"name": name, "mask": mask, "reason": str(error)})
+            except Exception as error:  # out of memory, or whatever a peer raises
+                if name == "one device" and "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                refused.append({"name": name, "mask": mask, "reason": first_line(error)})
+            watch(setting)
+        flops = 2 * setting.heads * setting.head_dim * (mesh.size * tokens) ** 2 / (2 if mask == "causal" else 1)
+        for name, taken in times.items():
+            devices = 1 if name == "one device" else mesh.size
+            for direction, matmuls in zip(DIRECTIONS, (2, 7), strict=True):
+                row = {"tokens": tokens, "mask": mask, "direction": direction, "name": name, "seconds": taken[direction]}
+                row["tflops_per_device"] = matmuls * flops / taken[direction] / devices / 1e12
+                row["over_ring"] = times["ring"][direction] / taken[direction]
+                if "one device" in times:
+                    row["efficiency"] = efficiency(times["one device"][direction], devices, taken[direction])
+                rows.append(row)
+    return {"rows": rows, "refused": refused, "wrong": wrong}
 
 
 def one_device(setting: Setting, mesh: Mesh, mask: str, natural: list[jax.Array], have: Any) -> dict[str, float]:
@@ -276,27 +294,31 @@ def one_device(setting: Setting, mesh: Mesh, mask: str, natural: list[jax.Array]
     here = [jax.device_put(x, mesh.devices.flat[0]) for x in natural]
     alone = functools.partial(ring_attention, is_causal=mask == "causal", implementation=implementation_of(setting))
     both = gradient(alone)
-    agree("one device", setting, mesh, both(*here), have)
+    agree(setting, mesh, both(*here), have, "contiguous")
     return both_times(setting, jax.jit(alone), both, here)
 
 
-def peer_times(setting: Setting, mesh: Mesh, mask: str, make: Callable[..., Any], natural: Any, have: Any) -> dict[str, float]:
+def peer_times(setting: Setting, mesh: Mesh, mask: str, natural: Any, have: Any, make: Callable[..., Any]) -> dict[str, float]:
     peer = make(mesh, mask == "causal")
     with peer.context:
         given, both = store(natural, peer.layout, mesh), gradient(peer.attend)
-        agree("it", setting, mesh, both(*given), have, peer.layout)
+        agree(setting, mesh, both(*given), have, peer.layout)
         return both_times(setting, jax.jit(peer.attend), both, given)
 
 
-def agree(name: str, setting: Setting, mesh: Mesh, results: Any, have: Any, layout: str = "contiguous") -> None:
+class Disagreement(ArithmeticError):
+    """Two computations of one thing that give different things."""
+
+
+def agree(setting: Setting, mesh: Mesh, results: Any, have: Any, layout: str) -> None:
     """`results`, stored by `layout`, are those of the ring, in zigzag order."""
     if layout != "zigzag":
         sharded = [jax.device_put(x, NamedSharding(mesh, SPEC)) for x in jax.tree.leaves(results)]
         results = store(sharded, "zigzag", mesh)
-    error = difference(jax.tree.leaves(results), jax.tree.leaves(have))
+    error = difference(results, have)
     watch(setting)
     if not error < SAME:
-        raise ArithmeticError(f"{name} and the ring differ by {error:.1e}, allowed {SAME:.0e}: not timed")
+        raise Disagreement(f"differs from the ring by {error:.1e}, allowed {SAME:.0e}: not timed")
 
 
 def overlap(setting: Setting, tokens: int, calls: int = 3) -> dict[str, Any]:
@@ -324,8 +346,7 @@ def variant(setting: Setting, tokens: int, masks: list[str]) -> dict[str, Any]:
     if checked["wrong"]:
         reasons = [row["reason"] for row in checked["rows"] if row["result"] != "pass"]
         raise SystemExit(f"wrong results, nothing is timed: {reasons[0]}")
-    rows = [row for mask in masks for row in speed(setting, tokens, mask, False, False)["rows"]]
-    return {"rows": rows, "overlap": overlap(setting, tokens)}
+    return {"rows": speed(setting, tokens, masks, alone=False, peers=[])["rows"], "overlap": overlap(setting, tokens)}
 
 
 # Memory.
