@@ -42,7 +42,7 @@ from multi_gpu_processes import MULTICAST_OFF, Failure, flags_known, in_own_proc
 from multi_gpu_trace import search_longest
 
 from jax_ring_attention.chunk import AUTOMATIC
-from jax_ring_attention.cli.console import positive_float, positive_int, require_matplotlib, token_count
+from jax_ring_attention.cli.console import UsageError, positive_float, positive_int, require_matplotlib, token_count
 
 #: Efficiency of others, as a share of the single-GPU kernel, and what is aimed at here.
 MARKS = {
@@ -88,7 +88,7 @@ class Runner:
         return self.apart(stage, patience, **work)
 
     def apart(
-        self, stage: str, patience: float = PATIENCE, environment=None, processes: int = 1, **work: Any
+        self, stage: str, patience: float = PATIENCE, environment: dict[str, str] | None = None, processes: int = 1, **work: Any
     ) -> dict[str, Any] | Failure:
         given = {"stage": stage, "setting": self.setting._asdict(), "work": work}
         return in_own_processes(__file__, given, patience, environment, processes)
@@ -347,7 +347,10 @@ def main(arguments: list[str] | None = None) -> None:
     refuse_multicast(os.environ)
     os.environ.update(MULTICAST_OFF)  # before anything starts NCCL
     if options.png:
-        require_matplotlib()
+        try:
+            require_matplotlib()
+        except UsageError as error:
+            raise SystemExit(str(error)) from error
     shared = {name: getattr(options, name) for name in stages.Setting._fields if hasattr(options, name)}
     memory = None if options.memory_gib is None else int(options.memory_gib * 2**30)
     run = Runner(stages.Setting(**shared, memory_bytes=memory), options.in_process)

@@ -254,8 +254,8 @@ def speed(setting: Setting, tokens: int, masks: list[str], alone: bool, peers: l
     """Seconds of the ring, of one device with all of the work (`alone`) and of these peers; results agree before times count.
 
     Returns:
-      `rows`, one for each name, mask and direction; `refused`: who was not timed, with the reason; `wrong`: where the ring and one
-      device do not agree.
+      `rows`, one for each name, mask and direction; `refused`, who was not timed and why; `wrong`, where the ring and one device
+      do not agree.
     """
     mesh, rows, refused, wrong = ring_mesh(setting), [], [], []
     natural = arrays(setting, mesh, mesh.size * tokens)

@@ -134,6 +134,7 @@ def test_all_layouts_and_schedules_are_checked(bench, monkeypatch):
 @pytest.mark.multiprocess
 def test_a_variant_runs_in_processes_of_its_own_one_for_each_device(bench, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # the variant's flags come on top
     name = "copy engine, one process per GPU"
     options = bench.parse([*TINY, "--cpu-devices", "2", "--variants", name])
     setting = bench.stages.Setting(None, 2, 2, 1, 8, "float32", None, 1, 8, 120.0, None)
@@ -164,21 +165,35 @@ def stretch_gradients(fold_grads):
 @pytest.mark.parametrize(("method", "corrupt"), [("fold", forget_earlier_chunks), ("fold_grads", stretch_gradients)])
 def test_a_wrong_kernel_ends_the_run_before_anything_is_timed(bench, monkeypatch, capsys, method, corrupt):
     monkeypatch.setattr(XlaKernel, method, corrupt(getattr(XlaKernel, method)))
+    case = bench.stages.check.Case("xla", "float32", "zigzag", "ring", True)
+    monkeypatch.setattr(bench.stages.check, "cases", lambda *_: [case])  # one is enough
     for stage in ("repeatability", "steps", "speed", "overlap", "memory_guess", "train_once"):
         monkeypatch.setitem(bench.stages.STAGES, stage, lambda *_, **__: pytest.fail("went on with a kernel that is wrong"))
     with pytest.raises(SystemExit, match="Nothing is timed") as ended:
-        bench.main([*TINY, "--in-process", "--devices", "2", "--fast"])
+        bench.main([*TINY, "--in-process", "--devices", "2"])
     assert isinstance(ended.value.code, str)  # printed, and the exit code is 1
     assert "FAIL" in capsys.readouterr().out
 
 
-def test_a_ring_that_differs_from_one_device_ends_the_run(bench, monkeypatch):
-    stages = bench.stages
-    monkeypatch.setattr(stages, "both_times", lambda *_: dict.fromkeys(stages.DIRECTIONS, 1.0))
-    monkeypatch.setattr(stages, "store", lambda values, *_: values)  # the ring takes them for zigzag, which they are not
-    setting = stages.Setting(2, None, 2, 1, 8, "float32", None, 1, 8, 60.0, None)
+@pytest.mark.fast
+def test_a_ring_that_differs_from_one_device_ends_the_run(bench):
+    wrong = [{"name": "one device", "mask": "causal", "reason": "differs from the ring by 1.0e+00"}]
     with pytest.raises(SystemExit, match=r"one device differs from the ring by .*Nothing more is timed"):
-        bench.report_speed(bench.Runner(setting, in_process=True), bench.parse([*TINY, "--skip", "peers"]))
+        bench.report_speed(lambda *_, **__: {"rows": [], "refused": [], "wrong": wrong}, bench.parse(TINY))
+
+
+def test_results_are_compared_in_one_order(bench):
+    stages = bench.stages
+    setting = stages.Setting(2, None, 2, 1, 8, "float32", None, 1, 8, 60.0, None)
+    mesh = stages.ring_mesh(setting)
+    natural = stages.arrays(setting, mesh, 16)
+    stored = stages.store(natural, "zigzag", mesh)
+    with stages.watched(setting):
+        stages.agree(setting, mesh, natural, stored, "contiguous")
+        stages.agree(setting, mesh, stored, stored, "zigzag")
+        for results, layout in ((natural, "zigzag"), ([*natural[:3], natural[3] * float("nan")], "contiguous")):
+            with pytest.raises(stages.Disagreement, match="differs from the ring"):
+                stages.agree(setting, mesh, results, stored, layout)
 
 
 def test_peers_compute_attention_without_a_mask_too(monkeypatch):
