@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import multi_gpu_stages as stages
 from multi_gpu_peers import PEERS
-from multi_gpu_processes import MULTICAST_OFF, Failure, flags_known, in_own_processes, refuse_multicast
+from multi_gpu_processes import MULTICAST_OFF, Failure, flags_known, in_own_processes, refuse_multicast, start, stop
 from multi_gpu_trace import search_longest
 
 from jax_ring_attention.chunk import AUTOMATIC
@@ -98,9 +98,9 @@ def one(work: dict[str, Any]) -> None:
     """What a process of its own does."""
     setting = stages.Setting(**work["setting"])
     with stages.watched(setting):
-        stages.start(setting, work["processes"], work["process"], work["port"])
+        start(setting.cpu_devices, work["processes"], work["process"], work["port"])
     print(json.dumps(stages.run(work["stage"], setting, **work["work"])), flush=True)
-    stages.stop(work["processes"])
+    stop(work["processes"])
 
 
 # The parts of the report. Each prints as it goes, and gives what belongs in the JSON object.
@@ -357,6 +357,7 @@ def main(arguments: list[str] | None = None) -> None:
     about = run("about")
     if isinstance(about, Failure):
         raise SystemExit(f"JAX does not start here: {about.failed}")
+    run.setting = run.setting._replace(implementation=about["implementation"])  # so that all processes take the same
     say(f"{about['devices']} x {about['device']}, jax {about['jax']}, {about['implementation']}, {options.dtype}")
     setting = {name: getattr(options, name) for name in ("heads", "kv_heads", "head_dim", "dtype", "repeats")}
     report: dict[str, Any] = {"script": "bench_ring_multi_gpu", "date": time.strftime("%Y-%m-%d"), **about, **setting}

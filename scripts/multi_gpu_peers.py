@@ -24,15 +24,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jax_ring_attention.layouts import Layout
+
 AXIS = "ring"
 SPEC = PartitionSpec(None, AXIS)
-CUDNN = "cudnn"
+CUDNN: Any = "cudnn"
 
 
 class Peer(NamedTuple):
     """The layout that its arrays are stored in, a context to compile in, and `attend(query, key, value)` of global arrays."""
 
-    layout: str
+    layout: Layout
     context: contextlib.AbstractContextManager[Any]
     attend: Callable[..., jax.Array]
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 #: A program that uses NVLink multicast can take the GPUs of a shared host out of service.
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1"}
 
@@ -26,6 +28,30 @@ def refuse_multicast(environment: Mapping[str, str]) -> None:
             raise SystemExit(f"{name}={environment[name]} turns NVLink multicast on: unset it, or set it to {off}")
     if found := re.search(r"\S*(symmetric|multicast|multimem|nvls|nvshmem)\S*", environment.get("XLA_FLAGS", "").lower()):
         raise SystemExit(f"XLA_FLAGS has {found[0]}, which may use NVLink multicast: leave it out")
+
+
+# What a process does first and last.
+
+
+def start(cpu_devices: int | None, processes: int, process: int, port: int) -> None:
+    """Before anything touches a device: emulation, and the other processes, each of which holds as many devices as the others."""
+    if cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", cpu_devices // processes)
+        if processes > 1:
+            jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if processes > 1:
+        mine = [process] if cpu_devices is None else None  # one GPU for each process
+        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, local_device_ids=mine)
+
+
+def stop(processes: int) -> None:
+    """Wait for the other processes, which may still need this one."""
+    if processes > 1:
+        jax.distributed.shutdown()
+
+
+# What starts them.
 
 
 class Failure(NamedTuple):

@@ -28,6 +28,7 @@ from multi_gpu_trace import activity, cover, efficiency, read_trace
 from jax_ring_attention import make_ring_mesh, ring_attention, to_layout
 from jax_ring_attention.chunk import AUTOMATIC, KERNELS
 from jax_ring_attention.cli import check
+from jax_ring_attention.layouts import Layout
 
 DIRECTIONS = ("forward", "forward+backward")
 SAME = 1e-2
@@ -50,30 +51,12 @@ class Setting(NamedTuple):
     memory_bytes: int | None
 
 
-# Starting, and being watched.
-
-
-def start(setting: Setting, processes: int = 1, process: int = 0, port: int | None = None) -> None:
-    """Before anything touches a device: emulation, and the other processes, each of which holds as many devices as the others."""
-    if setting.cpu_devices is not None:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", setting.cpu_devices // processes)
-        if processes > 1:
-            jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    if processes > 1:
-        mine = None if setting.cpu_devices is not None else [process]
-        jax.distributed.initialize(f"127.0.0.1:{port}", processes, process, local_device_ids=mine)
-
-
-def stop(processes: int) -> None:
-    """Wait for the other processes, which may still need this one."""
-    if processes > 1:
-        jax.distributed.shutdown()
+# Being watched.
 
 
 def watch(setting: Setting) -> None:
     """Begin, or begin again, to wait for the next sign of progress."""
-    faulthandler.dump_traceback_later(setting.limit, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(setting.limit, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
 @contextlib.contextmanager
@@ -121,10 +104,11 @@ def device_memory(setting: Setting) -> int | None:
 
 
 @functools.cache  # stages in one process share what they compile
-def ring(setting: Setting, mesh: Mesh, mask: str, deterministic: bool = False) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def ring(setting: Setting, mesh: Mesh, mask: str, deterministic: bool = False) -> tuple[Any, Any]:
     """Forward, and forward + backward, of global arrays in stored order: zigzag."""
-    named = {"implementation": implementation_of(setting), "layout": "zigzag", "deterministic": deterministic}
-    attend = functools.partial(ring_attention, is_causal=mask == "causal", mesh=mesh, spec=SPEC, **named)
+    where: dict[str, Any] = {"mesh": mesh, "spec": SPEC, "layout": "zigzag"}
+    how: dict[str, Any] = {"is_causal": mask == "causal", "deterministic": deterministic}
+    attend = functools.partial(ring_attention, implementation=implementation_of(setting), **where, **how)
     return jax.jit(attend), gradient(attend)
 
 
@@ -141,13 +125,13 @@ def arrays(setting: Setting, mesh: Mesh, length: int) -> list[jax.Array]:
     return [make(key, shape, jnp.dtype(setting.dtype)) for key, shape in zip(keys, shapes(setting, length), strict=True)]
 
 
-def store(values: list[jax.Array], layout: str, mesh: Mesh) -> list[jax.Array]:
+def store(values: list[jax.Array], layout: Layout, mesh: Mesh) -> list[jax.Array]:
     """From natural order into the order of `layout`."""
     return [_stored(x, layout, mesh) for x in values]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _stored(x: jax.Array, layout: str, mesh: Mesh) -> jax.Array:
+def _stored(x: jax.Array, layout: Layout, mesh: Mesh) -> jax.Array:
     return jax.lax.with_sharding_constraint(to_layout(x, layout, mesh.size), NamedSharding(mesh, SPEC))
 
 
@@ -176,7 +160,7 @@ def both_times(
 def correctness(setting: Setting, masks: list[str], fast: bool = False) -> dict[str, Any]:
     """Every layout and schedule (`fast`: each once) against dense float64 attention, with the errors that it earns in `dtype`."""
     mesh, rows = ring_mesh(setting), []
-    sizes = {"heads": setting.heads, "kv_heads": setting.kv_heads, "head_dim": setting.head_dim, "batch": 1}
+    sizes: Any = {"heads": setting.heads, "kv_heads": setting.kv_heads, "head_dim": setting.head_dim, "batch": 1}
     length = mesh.size * setting.check_tokens
     make = functools.partial(check.make_reference, setting.dtype, query_length=length, **sizes)
     reference = functools.cache(lambda is_causal: make(is_causal=is_causal))
@@ -188,7 +172,13 @@ def correctness(setting: Setting, masks: list[str], fast: bool = False) -> dict[
         wanted = reference(case.is_causal)
         watch(setting)
         finding = check.check(case, mesh, wanted)
-        row = {"layout": case.layout, "schedule": case.schedule, "mask": mask, "result": finding.result, "reason": finding.reason}
+        row: dict[str, Any] = {
+            "layout": case.layout,
+            "schedule": case.schedule,
+            "mask": mask,
+            "result": finding.result,
+            "reason": finding.reason,
+        }
         if finding.errors:
             for name, parts in (("forward", check.NAMES[:2]), ("gradients", check.NAMES[2:])):
                 row |= dict(zip((f"{name}_error", f"{name}_allowed"), finding.worst(*parts), strict=True))
@@ -257,7 +247,10 @@ def speed(setting: Setting, tokens: int, masks: list[str], alone: bool, peers: l
       `rows`, one for each name, mask and direction; `refused`, who was not timed and why; `wrong`, where the ring and one device
       do not agree.
     """
-    mesh, rows, refused, wrong = ring_mesh(setting), [], [], []
+    mesh = ring_mesh(setting)
+    rows: list[dict[str, Any]] = []
+    refused: list[dict[str, str]] = []
+    wrong: list[dict[str, str]] = []
     natural = arrays(setting, mesh, mesh.size * tokens)
     given = store(natural, "zigzag", mesh)
     for mask in masks:
@@ -310,7 +303,7 @@ class Disagreement(ArithmeticError):
     """Two computations of one thing that give different things."""
 
 
-def agree(setting: Setting, mesh: Mesh, results: Any, have: Any, layout: str) -> None:
+def agree(setting: Setting, mesh: Mesh, results: Any, have: Any, layout: Layout) -> None:
     """`results`, stored by `layout`, are those of the ring, in zigzag order."""
     if layout != "zigzag":
         sharded = [jax.device_put(x, NamedSharding(mesh, SPEC)) for x in jax.tree.leaves(results)]
