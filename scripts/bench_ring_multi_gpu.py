@@ -16,8 +16,8 @@ for one sequence in the zigzag layout, causal and without a mask:
   exchanged for tokens, TransformerEngine's ring where it is installed. One that refuses or disagrees is reported, not fatal.
 * overlap: the share of the transfers' time during which the same GPU runs kernels, from a profile, causal. NCCL's kernels count
   from their start, so waiting for another GPU counts as transfer.
-* --variants: check, speed and overlap again in processes of their own, with transfers by NCCL's kernels or by copy engines, with
-  one process for all GPUs or one for each. A flag that the installed jaxlib does not know is reported; profiles are process 0's.
+* --variants: check, time and profile the ring again with transfers by NCCL's kernels or by copy engines, with one process for all
+  GPUs or one for each. A flag that the installed jaxlib does not know is reported; profiles are process 0's.
 * longest: the most tokens per GPU of which one forward and backward pass, causal, fits in memory. The compiler's count of bytes
   is the first guess; each try is a process of its own. Memory is taken when a program starts, so a try that still runs after
   --longest-limit seconds counts as fitting, and is marked as unfinished.
@@ -118,7 +118,8 @@ def needs(result: dict[str, Any] | Failure, what: str) -> dict[str, Any]:
 
 def report_correctness(run: Runner, options: argparse.Namespace) -> dict[str, Any]:
     """Ends the program where anything is wrong."""
-    found = {"layouts_and_schedules": needs(run("correctness", masks=options.masks, fast=options.fast), "correctness")}
+    which = "each once" if options.fast else "all"
+    found = {"layouts_and_schedules": needs(run("correctness", masks=options.masks, which=which), "correctness")}
     for row in found["layouts_and_schedules"]["rows"]:
         line = f"{row['layout']:10s} {row['schedule']:13s} {row['mask']:6s} {row['result']}"
         if "forward_error" in row:
@@ -304,7 +305,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"), help="default bfloat16")
     add("--implementation", choices=AUTOMATIC, help="checked and timed (default: what these devices take by themselves)")
     add("--check-tokens", type=token_count, default=256, help="per GPU for correctness and --steps (default 256)")
-    add("--fast", action="store_true", help="check three combinations of layout and schedule instead of all nine")
+    add("--fast", action="store_true", help="check each layout and each schedule once, and what is timed, instead of all nine")
     add("--runs", type=positive_int, default=20, help="that must give the same bits (default 20)")
     add("--steps", type=positive_int, default=2000, help="that must not hang (default 2000)")
     add("--repeats", type=positive_int, default=5, help="rounds that a median is taken of (default 5)")

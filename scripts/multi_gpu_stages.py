@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import itertools
 import math
 import sys
 import tempfile
@@ -28,9 +29,16 @@ from multi_gpu_trace import activity, cover, efficiency, read_trace
 from jax_ring_attention import make_ring_mesh, ring_attention, to_layout
 from jax_ring_attention.chunk import AUTOMATIC, KERNELS
 from jax_ring_attention.cli import check
-from jax_ring_attention.layouts import Layout
+from jax_ring_attention.layouts import LAYOUTS, Layout
+from jax_ring_attention.schedule import PORTABLE_SCHEDULES
 
 DIRECTIONS = ("forward", "forward+backward")
+TIMED = ("zigzag", "ring")
+COMBINATIONS: dict[str, list[tuple[str, str]]] = {
+    "all": list(itertools.product(LAYOUTS, PORTABLE_SCHEDULES)),
+    "each once": [*zip(LAYOUTS, PORTABLE_SCHEDULES, strict=True), TIMED],
+    "timed": [TIMED],
+}
 SAME = 1e-2
 """Relative difference, in norm, below which two bfloat16 computations of one thing are taken to agree, as in bench_chunk.py."""
 
@@ -157,16 +165,16 @@ def both_times(
 # Correctness.
 
 
-def correctness(setting: Setting, masks: list[str], fast: bool = False) -> dict[str, Any]:
-    """Every layout and schedule (`fast`: each once) against dense float64 attention, with the errors that it earns in `dtype`."""
+def correctness(setting: Setting, masks: list[str], which: str = "all") -> dict[str, Any]:
+    """These `COMBINATIONS` against dense float64 attention, with the errors that dense attention earns in `dtype`."""
     mesh, rows = ring_mesh(setting), []
     sizes: Any = {"heads": setting.heads, "kv_heads": setting.kv_heads, "head_dim": setting.head_dim, "batch": 1}
     length = mesh.size * setting.check_tokens
     make = functools.partial(check.make_reference, setting.dtype, query_length=length, **sizes)
     reference = functools.cache(lambda is_causal: make(is_causal=is_causal))
-    for case in check.cases((implementation_of(setting),), (setting.dtype,), fast):
+    for case in check.cases((implementation_of(setting),), (setting.dtype,), is_fast=False):
         mask = "causal" if case.is_causal else "full"
-        if mask not in masks:
+        if mask not in masks or (case.layout, case.schedule) not in COMBINATIONS[which]:
             continue
         watch(setting)
         wanted = reference(case.is_causal)
@@ -335,7 +343,7 @@ def overlap(setting: Setting, tokens: int, calls: int = 3) -> dict[str, Any]:
 
 def variant(setting: Setting, tokens: int, masks: list[str]) -> dict[str, Any]:
     """What depends on how transfers are made: results, which must be right, the ring's time, and what it hides."""
-    checked = correctness(setting, ["causal"], fast=True)
+    checked = correctness(setting, masks, "timed")
     if checked["wrong"]:
         reasons = [row["reason"] for row in checked["rows"] if row["result"] != "pass"]
         raise SystemExit(f"wrong results, nothing is timed: {reasons[0]}")
