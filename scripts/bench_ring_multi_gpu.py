@@ -287,6 +287,8 @@ def draw(path: Path, report: dict[str, Any]) -> None:
     longest = [row for row in report.get("longest", []) if row.get("tokens_per_gpu")]
     right.plot([row["ring_size"] for row in longest], [row["tokens_per_gpu"] * row["ring_size"] for row in longest], "o-")
     right.set(title="Longest sequence, forward and backward", xlabel="GPUs", ylabel="tokens")
+    for axis, shown in ((left, ring), (middle, middle.lines[:-1]), (right, longest)):
+        axis.set_visible(bool(shown))  # what was skipped leaves its place empty
     for axis in (left, middle):
         axis.tick_params(axis="x", labelrotation=45, labelsize=7)
     save(figure, path)
