@@ -27,7 +27,7 @@ def has_hopper_gpu() -> bool:
     """Whether the default backend is an NVIDIA GPU of compute capability 9.0."""
     if jax.default_backend() not in ("gpu", "cuda"):
         return False
-    return str(getattr(jax.devices()[0], "compute_capability", "")) == "9.0"
+    return str(getattr(jax.local_devices()[0], "compute_capability", "")) == "9.0"
 
 
 def tpu_chip() -> str | None:
@@ -43,7 +43,7 @@ def tpu_chip() -> str | None:
 
 def multiprocessors() -> int:
     """Of the default GPU; 132, an H100's and H200's, where a kernel is lowered without one."""
-    return getattr(jax.devices()[0], "core_count", 132)
+    return getattr(jax.local_devices()[0], "core_count", 132)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
