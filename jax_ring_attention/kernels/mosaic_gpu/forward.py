@@ -34,7 +34,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.mosaic_gpu.common import (
     FORWARD_BLOCK_Q,
-    LOG2E,
     ROWS,
     WARPGROUPS,
     Shape,
@@ -42,11 +41,10 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
     load_tokens,
     take,
     take_visits,
-    tanh,
-    visible_block,
     visit_operands,
 )
-from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled
+from jax_ring_attention.kernels.mosaic_gpu.item import Place, Shared, fold_blocks, start, store, take_turns
+from jax_ring_attention.kernels.mosaic_gpu.launch import ROW, STAGES, build, tiled
 from jax_ring_attention.masks import ActiveBlocks, Tokens
 from jax_ring_attention.stats import ChunkStats
 
@@ -56,9 +54,6 @@ _CACHED_BYTES = 2**25
 #: One CTA per multiprocessor without a mask, where an item visits at most so many key blocks. One H200, 16 heads of 128, speed
 #: over cuDNN's: 4 x 4096 (32 blocks) 0.973 against 0.942 with one CTA per item, 1 x 16384 (128 blocks) 0.933 against 0.949.
 _PERSISTENT_BLOCKS = 64
-
-#: The maximum is floored here inside exponents, so that a row without keys gives exp2(-inf) = 0.
-_FLOOR = -1e29
 
 
 def heads_together(shape: Shape) -> int:
@@ -107,9 +102,9 @@ def fold_chunk(
         carry_refs = take(refs, 0 if carry is None else 3)
         visits = take_visits(refs, blocks, query_tokens, key_tokens)
         out_refs = take(refs, 3)
-        query_smem, key_smem, value_smem = take(refs, 3)
-        out_smem = take(refs, 1)[0] if persistent else query_smem
-        query_filled, key_filled, value_filled, query_free, key_free, value_free, turn = refs
+        tiles_of = take(refs, 3)
+        shared = Shared(*tiles_of, take(refs, 1)[0] if persistent else tiles_of[0], *refs)
+        take_turns_here = functools.partial(take_turns, shared.turn)
         warpgroup = lax.axis_index("warpgroup")
         items: Any = 1
         if persistent:
@@ -136,98 +131,35 @@ def fold_chunk(
         def key_start(n):
             return (visits.order[(*row, n)] if masked else n) * block_kv
 
-        def take_turns():
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
-
         def compute(item):
             batch, head, tile = place(item)
             first = item * active if persistent else 0
-            rows = pl.ds(tile * FORWARD_BLOCK_Q + warpgroup * ROWS, ROWS)
-            query_here, out_here = query_smem.at[warpgroup], out_smem.at[warpgroup]
-            if carry is None:
-                output = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
-                total = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
-                maximum = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
-            else:
-                output = compat.load_whole(carry_refs[0].at[batch, rows, head], plgpu.Layout.WGMMA, optimized=False)
-                total = compat.load_whole(carry_refs[1].at[batch, head, rows], ROW, optimized=False)
-                maximum = compat.load_whole(carry_refs[2].at[batch, head, rows], ROW, optimized=False)
+            where = Place(batch, head, pl.ds(tile * FORWARD_BLOCK_Q + warpgroup * ROWS, ROWS))
+            state = start(dim, carry_refs or None, where)
             query_ints = Tokens()
             if masked:
-                query_ints = load_tokens(visits.query_tokens, batch, rows, ROW)
-            plgpu.barrier_wait(query_filled.at[warpgroup])
-
-            def step(n, state, partial):
-                output, total, maximum = state
-                slot = lax.rem(first + n, jnp.int32(STAGES))
-
-                def scores(acc):
-                    plgpu.wgmma(acc, query_here, key_smem.at[slot].transpose((1, 0)))
-                    take_turns()
-                    return acc[...]
-
-                logits = pl.run_scoped(scores, plgpu.ACC((ROWS, block_kv), jnp.float32))
-                plgpu.barrier_arrive(key_free.at[slot])
-                if persistent:
-
-                    @pl.when(n == active - 1)
-                    def _():
-                        plgpu.barrier_arrive(query_free.at[warpgroup])
-
-                factor = shape.scale * LOG2E
-                if (cap := shape.logits_soft_cap) is not None:
-                    logits, factor = tanh(logits * (shape.scale / cap)), cap * LOG2E
-                if partial:
-                    columns = pl.ds(key_start(n), block_kv)
-                    key_ints = load_tokens(visits.key_tokens, batch, columns, COLUMN)
-                    seen = visible_block(query_ints, key_ints, shape.reach, (ROWS, block_kv), (0, 1))
-                    logits = jnp.where(seen, logits, -jnp.inf)
-                new_maximum = jnp.maximum(maximum, logits.max(axis=1) * factor)
-                reference = jnp.maximum(new_maximum, _FLOOR)
-                rescale = jnp.exp2(maximum - reference)
-                weights = jnp.exp2(logits * factor - lax.broadcast_in_dim(reference, logits.shape, [0]))
-                output *= lax.broadcast_in_dim(rescale, output.shape, [0])
-                total *= rescale
-                narrow = weights.astype(dtype)
-                total += weights.sum(axis=1)
-                output, total, new_maximum, narrow = lax.optimization_barrier((output, total, new_maximum, narrow))
-                plgpu.barrier_arrive(turn)
-                plgpu.barrier_wait(value_filled.at[slot])
-                plgpu.barrier_wait(turn)
-
-                def weighted_values(acc):
-                    plgpu.wgmma(acc, narrow, value_smem.at[slot])
-                    following = first + n + 1
-
-                    @pl.when(following < steps)
-                    def _():
-                        plgpu.barrier_wait(key_filled.at[lax.rem(following, jnp.int32(STAGES))])
-
-                output = pl.run_state(weighted_values)(plgpu.ACC.init(output))
-                plgpu.barrier_arrive(value_free.at[slot])
-                return output, total, new_maximum
-
-            state = (output, total, maximum)
-            state = lax.fori_loop(jnp.int32(0), jnp.int32(full), functools.partial(step, partial=False), state)
-            if masked:
-                state = lax.fori_loop(full, active, functools.partial(step, partial=True), state)
+                query_ints = load_tokens(visits.query_tokens, batch, where.rows, ROW)
+            plgpu.barrier_wait(shared.query_filled.at[warpgroup])
+            state = fold_blocks(
+                shape,
+                shared,
+                warpgroup,
+                state,
+                key_start,
+                visits,
+                query_ints,
+                batch,
+                first=first,
+                full=full,
+                active=active,
+                steps=steps,
+                reuses_query=persistent,
+            )
             if not persistent:
-                pl.when(warpgroup == 0)(take_turns)
-            output, total, maximum = state
-            out_refs[1][batch, head, rows] = total
-            out_refs[2][batch, head, rows] = maximum
-            if finish:
-                inverse = jnp.where(total == 0, 0.0, 1 / total)
-                output *= lax.broadcast_in_dim(inverse, output.shape, [0])
-            if finish and dim == shape.head_dim:
-                if persistent:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
-                out_here[...] = output.astype(dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_here, out_refs[0].at[batch, rows, head])
-            else:  # TMA reads whole rows of shared memory
-                compat.store_whole(out_refs[0].at[batch, rows, head], output.astype(dtype if finish else jnp.float32))
+                pl.when(warpgroup == 0)(take_turns_here)
+            # TMA reads whole rows of shared memory.
+            staging = shared.out.at[warpgroup] if dim == shape.head_dim else None
+            store(out_refs, state, where, dtype, finish, staging, reused=persistent)
 
         @pl.when(warpgroup < WARPGROUPS)
         def _compute():
@@ -235,12 +167,12 @@ def fold_chunk(
 
             @pl.when(steps > 0)
             def _():
-                plgpu.barrier_wait(key_filled.at[0])
+                plgpu.barrier_wait(shared.key_filled.at[0])
 
-            pl.when(warpgroup == 1)(take_turns)
+            pl.when(warpgroup == 1)(take_turns_here)
             if persistent:
                 pl.loop(jnp.int32(0), items)(compute)
-                pl.when(warpgroup == 0)(take_turns)
+                pl.when(warpgroup == 0)(take_turns_here)
             else:
                 compute(0)
             if finish:
@@ -255,8 +187,8 @@ def fold_chunk(
                 for w in range(WARPGROUPS):
                     rows = pl.ds(tile * FORWARD_BLOCK_Q + w * ROWS, ROWS)
                     if wait:
-                        plgpu.barrier_wait(query_free.at[w])
-                    plgpu.copy_gmem_to_smem(query_ref.at[batch, rows, head], query_smem.at[w], query_filled.at[w])
+                        plgpu.barrier_wait(shared.query_free.at[w])
+                    plgpu.copy_gmem_to_smem(query_ref.at[batch, rows, head], shared.query.at[w], shared.query_filled.at[w])
 
             def fetch(step, wait):
                 item, n = divide(step, active) if persistent else (0, step)
@@ -265,13 +197,13 @@ def fold_chunk(
                 kv_head = lax.div(head, jnp.int32(shape.heads // shape.kv_heads))
                 columns = (batch, pl.ds(key_start(n), block_kv), kv_head)
                 if wait:
-                    plgpu.barrier_wait(key_free.at[slot])
-                plgpu.copy_gmem_to_smem(key_ref.at[columns], key_smem.at[slot], key_filled.at[slot])
+                    plgpu.barrier_wait(shared.key_free.at[slot])
+                plgpu.copy_gmem_to_smem(key_ref.at[columns], shared.key.at[slot], shared.key_filled.at[slot])
                 if persistent:  # here, because the keys need not wait for the end of the item before
                     pl.when((n == 0) & (item > 0))(functools.partial(fetch_query, item, wait=True))
                 if wait:
-                    plgpu.barrier_wait(value_free.at[slot])
-                plgpu.copy_gmem_to_smem(value_ref.at[columns], value_smem.at[slot], value_filled.at[slot])
+                    plgpu.barrier_wait(shared.value_free.at[slot])
+                plgpu.copy_gmem_to_smem(value_ref.at[columns], shared.value.at[slot], shared.value_filled.at[slot])
 
             fetch_query(0, wait=False)
             for n in range(STAGES):
