@@ -1,18 +1,18 @@
 """Forward, on GPUs of one host: every hop of one leg in one persistent kernel. Never run on more than one GPU: README.md.
 
-One CTA per multiprocessor. The first `COPYING` of them send: each takes every so many-th block of the chunk in hand through shared
-memory, by TMA in and by TMA out to the receiver. They are CTAs of their own, not the memory warpgroups of the others, so that
-what is sent depends on no mask, no block is sent twice by two query tiles that read it, and the pipeline of the computing CTAs
-stays that of the chunk kernel. Their number is what a link needs: a CTA has 128 KB on the way.
+One CTA per multiprocessor. The first `COPYING` of them send: each takes every so many-th block of the chunk in hand through
+shared memory, by TMA in and by TMA out to the receiver. They are CTAs of their own, not the memory warpgroups of the others, so
+that what is sent depends on no mask, no block is sent twice because two query tiles read it, and the pipeline of the computing
+CTAs stays that of the chunk kernel. Their number is what a link needs: a CTA has 128 KB on the way.
 
-The others compute. Each has a fixed set of items (128 queries of one head, `kernels.mosaic_gpu.item`), the same at every hop, and goes
-through all of them hop by hop, without waiting for other CTAs: its memory warpgroup alone waits, for the hop's chunk to have arrived.
-Output, sum and max go through memory between hops; the same threads write and read them. The first hop starts from the carry, or
-from constants; the last one of the last leg divides and casts. Under a mask the tiles with most keys come first, and items are
-dealt out forwards and backwards in turn, so that every CTA gets long and short ones.
+The others compute. Each has a fixed set of items (128 queries of one head, `kernels.mosaic_gpu.item`), the same at every hop, and
+goes through all of them hop by hop, without waiting for other CTAs: its memory warpgroup alone waits, for the hop's chunk to have
+arrived. Output, sum and max go through memory between hops; the same warpgroup writes and reads them. The first hop starts from
+the carry, or from constants; the last one of the last leg divides and casts. Under a mask the tiles with most keys come first,
+and items are dealt out forwards and backwards in turn, so that every CTA gets long and short ones.
 
-The invariants between devices stand in `protocol`, those within a CTA in `kernels.mosaic_gpu.forward`, which apply to a persistent CTA
-whose items are those of all hops, one after another; where an item has no key to see, no barrier is touched on either side.
+The invariants between devices stand in `protocol`, those within a CTA in `kernels.mosaic_gpu.forward`: they apply to a persistent
+CTA whose items are those of all hops, one after another. An item that sees no key touches no barrier on either side.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
     ROWS,
     WARPGROUPS,
     Shape,
-    Visits,
     forward_block_kv,
     load_tokens,
     take,
@@ -86,11 +85,11 @@ def fold_hops(
         result_refs = take(refs, 3)
         slot_refs = KeyValue(*take(refs, 2))
         running_refs = [take(refs, 1)[0] if between else result_refs[0], *result_refs[1:]]
-        smem = take(refs, 3)
-        shared = Shared(*smem, take(refs, 1)[0] if staged else None, *refs)
+        members = [*take(refs, 3), take(refs, 1)[0] if staged else None, *refs]
+        shared = Shared(*members)
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
         channel = Channel(route, COPYING, computing, Neighbours.of(route), Counters.of(route))
-        sends, worker = cta < COPYING, cta - COPYING
+        worker = cta - COPYING
         mine = items_of(worker, items, computing)
 
         def place(k):
@@ -139,7 +138,7 @@ def fold_hops(
                         plgpu.barrier_wait(shared.query_filled.at[warpgroup])
                         plgpu.barrier_wait(shared.key_filled.at[lax.rem(count, jnp.int32(STAGES))])
 
-                    here = Visits(*visits[:4], Tokens(*(None if x is None else x.at[index] for x in visits.key_tokens)))
+                    here = visits._replace(key_tokens=jax.tree.map(lambda x: x.at[index], visits.key_tokens))
                     state = fold_blocks(
                         shape,
                         shared,
@@ -185,7 +184,7 @@ def fold_hops(
                 def fetch_query():
                     for w in range(WARPGROUPS):
                         rows = pl.ds(tile * FORWARD_BLOCK_Q + w * ROWS, ROWS)
-                        pl.when(count > 0)(lambda w=w: plgpu.barrier_wait(shared.query_free.at[w]))
+                        pl.when(count > 0)(functools.partial(plgpu.barrier_wait, shared.query_free.at[w]))
                         plgpu.copy_gmem_to_smem(query_ref.at[batch, rows, head], shared.query.at[w], shared.query_filled.at[w])
 
                 def block(n, count):
@@ -218,7 +217,7 @@ def fold_hops(
         def _compute():
             plgpu.set_max_registers(232, action="increase")
 
-            @pl.when(~sends)
+            @pl.when(cta >= COPYING)
             def _():
                 pl.when(warpgroup == 1)(lambda: take_turns(shared.turn))
                 first, last = route.first, route.hops
@@ -238,12 +237,12 @@ def fold_hops(
         def _memory():
             plgpu.set_max_registers(40, action="decrease")
 
-            @pl.when(sends)
+            @pl.when(cta < COPYING)
             def _():
                 send(0)
                 pl.loop(jnp.int32(1), jnp.int32(route.hops))(send)
 
-            @pl.when(~sends)
+            @pl.when(cta >= COPYING)
             def _():
                 count = fetch(route.first, jnp.int32(0))
                 lax.fori_loop(jnp.int32(route.first + 1), jnp.int32(route.hops + 1), fetch, count)
@@ -276,9 +275,14 @@ def fold_hops(
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:
     """`pl.when`, or plain Python where the answer is known."""
-    if isinstance(condition, bool):
-        return lambda body: body() if condition else None
-    return pl.when(condition)
+    if not isinstance(condition, bool):
+        return pl.when(condition)
+
+    def run(body: Callable[[], None]) -> None:
+        if condition:
+            body()
+
+    return run
 
 
 def slot(transfer: Any) -> Any:
@@ -291,10 +295,10 @@ def away(ref: Any, device: Any) -> Any:
 
 
 def items_of(worker: Any, items: int, workers: int) -> Any:
-    """How many items a CTA has: rounds of one each, dealt out forwards and backwards in turn, the last round perhaps not to all."""
+    """How many items a CTA has: they are dealt out in rounds, forwards and backwards in turn, the last one perhaps not to all."""
     rounds, left = divmod(items, workers)
     along = worker if rounds % 2 == 0 else workers - 1 - worker
-    return rounds + (along < left).astype(jnp.int32)
+    return rounds + lax.select(along < left, jnp.int32(1), jnp.int32(0))
 
 
 def copy_share(shape: Shape, shared: Shared, cta: Any, source: tuple[Any, Any], target: tuple[Any, Any]) -> None:

@@ -1,28 +1,28 @@
 """How chunks move round a ring of GPUs inside one kernel: buffers, counters, credits.
 
 Every device runs the same grid of CTAs, all of them resident from start to end: `copying` ones, which do nothing but send, and
-`computing` ones. There are SLOTS buffers per tensor on every device. Transfer t, 0 <= t < hops, moves what a device holds at hop t
-(its own chunk when t is 0, else buffer (t - 1) % SLOTS) to buffer t % SLOTS of its receiver; that one reads it at hop t + 1. Each
-copying CTA moves its own share of every transfer. The invariants:
+`computing` ones. There are SLOTS buffers per tensor on every device. Transfer t, 0 <= t < hops, moves what a device holds at hop
+t (its own chunk when t is 0, else buffer (t - 1) % SLOTS) to buffer t % SLOTS of its receiver; that one reads it at hop t + 1.
+Each copying CTA moves its own share of every transfer. The invariants:
 
-1. *Landed.* `arrived[t]` lives at the receiver and counts the copying CTAs of the sender whose share of transfer t has been written.
+1. *Landed.* `arrived[t]` lives at the receiver and counts the copying CTAs of the sender whose share of transfer t is written.
    Nobody reads the buffer of transfer t before it counts all of them. One counter per transfer: a fast CTA's later share is never
    taken for a slow one's.
-2. *Free.* `credit[t]`, for t >= SLOTS, lives at the sender and counts the CTAs of the receiver, copying and computing, that are done
-   with buffer t % SLOTS, that is with hop t - SLOTS + 1. A copying CTA starts on transfer t only after all have. The first SLOTS
-   transfers need none: nobody reads those buffers before they have landed.
+2. *Free.* `credit[t]`, for t >= SLOTS, lives at the sender and counts the CTAs of the receiver, copying and computing, that are
+   done with buffer t % SLOTS, that is with hop t - SLOTS + 1. A copying CTA starts on transfer t only after all have. The first
+   SLOTS transfers need none: nobody reads those buffers before they have landed.
 3. *Started.* The runtime holds every call of a kernel with remote references until all devices of the mesh have reached it, with
    their counters at zero (`CompilerParams.skip_device_barrier`, left False). No barrier inside could do this: counters are
-   zeroed before a call, so a signal that came too early would be lost. It also ends what was true of the last call.
-4. *Ordered.* A share's stores are TMA's; they are waited for to the end, not only to their last read, before the signal, a release
-   at system scope. A waiter acquires at system scope and then fences generic against asynchronous accesses, because TMA reads
-   what TMA wrote and TMA overwrites what TMA read. A computing CTA signals `credit` when its warpgroup 0 has waited for every load
-   of the hop; the other warpgroup computes with shared memory alone.
+   zeroed before a call, so a signal that came too early would be lost. It also keeps calls apart.
+4. *Ordered.* A share's stores are TMA's; they are waited for to the end, not only to their last read, before the signal, a
+   release at system scope. A waiter acquires at system scope and then fences generic against asynchronous accesses, because TMA
+   reads what TMA wrote, and overwrites what TMA read. A computing CTA signals `credit` when its warpgroup 0 has waited for every
+   load of the hop; the other warpgroup reads only what these loads brought.
 5. *No deadlock.* What concerns transfer or hop t waits only for what concerns smaller ones, on any device, and every CTA is
-   resident, since there is at most one per multiprocessor. Copying never waits for a mask: it depends on the hop alone.
+   resident, since there is at most one per multiprocessor. What is sent never depends on a mask: the hop alone decides.
 6. *Drained.* Everything signalled to a device is waited for by it: `arrived[t]` before hop t + 1, `credit[t]` before transfer t.
-   So nobody signals into memory that a finished call has given back. CTA 0 outlasts the others' last wait (`left`), and takes from
-   every counter what it counted: all are 0 again.
+   So nobody signals into memory that a finished call has given back. CTA 0 outlasts the others' last wait (`left`), and takes
+   from every counter what it counted: all are 0 again.
 
 A ring of one device is its own sender and receiver. It follows the same rules, with local addresses, for as many hops as asked.
 """
@@ -46,8 +46,8 @@ SLOTS = 2
 class Neighbours(NamedTuple):
     """Mesh coordinates of the device to send to and of the one to receive from; None is this device itself.
 
-    They are computed inside the kernel, from its own coordinates by plain arithmetic: descriptors of remote TMA copies are made by
-    the host, which repeats that arithmetic (0.11 cannot do so for numbers that were read from memory).
+    They are computed inside the kernel, from its own coordinates by plain arithmetic: the host makes the descriptors of remote
+    TMA copies, and repeats that arithmetic. jax 0.11 cannot use numbers that were read from memory here.
     """
 
     receiver: Any
@@ -139,6 +139,6 @@ def fence() -> None:
     def barrier_and_fence(ctx):
         del ctx
         mgpu.utils.warpgroup_barrier()
-        mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+        mgpu.utils.inline_ptx("fence.proxy.async;", has_side_effects=True)  # type: ignore[attr-defined]  # new in 0.11
 
     barrier_and_fence()

@@ -73,13 +73,12 @@ def list_hops(shard: Shard, leg: Leg) -> HopLists:
     given = shard.integers.key_position, shard.integers.key_segment
     everyone = jax.tree.map(lambda x: lax.all_gather(x, ring.axis_name), given)
 
-    def of_hop(hop: jax.Array) -> HopLists:
+    def of_hop(hop: jax.Array) -> tuple[ActiveBlocks | None, Tokens, Tokens]:
         source = stream.source(shard.rank, hop, ring.size)
         here = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), everyone)
         scope = shard.scope(stream, hop, Chunk(None, *here))
         blocks = kernel.blocks(scope, FORWARD_BLOCK_Q, forward_block_kv(kernel.shape), by_query=True)
-        return HopLists(blocks, *kernel.tokens(scope))
+        return blocks, *kernel.tokens(scope)
 
     hops = jnp.arange(0 if leg.home else 1, stream.hops + 1, dtype=jnp.int32)
-    return jax.vmap(of_hop, out_axes=HopLists(0, None, 0))(hops)
-
+    return HopLists(*jax.vmap(of_hop, out_axes=(0, None, 0))(hops))

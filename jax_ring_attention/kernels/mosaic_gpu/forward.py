@@ -102,8 +102,9 @@ def fold_chunk(
         carry_refs = take(refs, 0 if carry is None else 3)
         visits = take_visits(refs, blocks, query_tokens, key_tokens)
         out_refs = take(refs, 3)
-        tiles_of = take(refs, 3)
-        shared = Shared(*tiles_of, take(refs, 1)[0] if persistent else tiles_of[0], *refs)
+        rings = take(refs, 3)
+        members = [*rings, take(refs, 1)[0] if persistent else rings[0], *refs]
+        shared = Shared(*members)
         take_turns_here = functools.partial(take_turns, shared.turn)
         warpgroup = lax.axis_index("warpgroup")
         items: Any = 1
