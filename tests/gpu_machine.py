@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ring_attention import compat
+
 
 class Broken(Exception):
     """What a kernel must not let happen."""
@@ -119,7 +121,9 @@ class Machine:
         self.here = threading.local()
         self.idle = threading.Semaphore(0)
 
-    def run(self, body: Callable[..., None], out_type: Any, scratch: Any, ctas: int, operands: list[Any]) -> list[list[np.ndarray]]:
+    def run(
+        self, body: Callable[..., None], out_type: Any, scratch: Any, ctas: int, operands: list[Any]
+    ) -> list[list[np.ndarray]]:
         """Results of every device; `operands[device]` are its arrays."""
         names = [f"in {i}" for i in range(len(operands[0]))] + [f"out {i}" for i in range(len(out_type))]
         for device in range(self.devices):
@@ -298,7 +302,8 @@ def fakes(machine: Machine) -> dict[str, Any]:
     def wgmma(acc: Accumulator, a: Any, b: Ref) -> None:
         machine.pause()
         left = a.view if isinstance(a, Ref) else a
-        acc.value = acc.value + left.astype(np.float32) @ b.view.astype(np.float32)
+        # Not by BLAS, whose threads would fight over the cores with ours.
+        acc.value = acc.value + np.einsum("ij,jk->ik", left.astype(np.float32), b.view.astype(np.float32))
 
     def run_state(body: Callable[[Accumulator], None]) -> Callable[[np.ndarray], np.ndarray]:
         def run(initial: np.ndarray) -> np.ndarray:
@@ -360,5 +365,61 @@ def fakes(machine: Machine) -> dict[str, Any]:
         "store": lambda ref, value: ref.__setitem__(..., value),
         "tiled": lambda *dims, dtype, columns=64: types.SimpleNamespace(shape=dims, dtype=dtype),
         "fence": machine.pause,
-        "float32": jnp.float32,
     }
+
+
+class Simulation:
+    """Lets calls of the kernel, outside `jax.jit`, be computed by a `Machine`, by two copying and two computing CTAs a device."""
+
+    def __init__(self, patch: Any, devices: int, seed: int) -> None:
+        from jax_ring_attention.fused.mosaic_gpu import forward, protocol
+        from jax_ring_attention.kernels.mosaic_gpu import forward as chunk_forward
+        from jax_ring_attention.kernels.mosaic_gpu import item
+
+        self.patch, self.devices, self.seed, self.device = patch, devices, seed, 0
+        self.modules = forward, protocol, item, chunk_forward
+        self.calls: list[Any] = []
+        self.results: Any = None
+        patch.setattr(compat, "multiprocessors", lambda: 4)
+        patch.setattr(forward, "copying_ctas", lambda shape: 2)
+        patch.setattr(forward, "build", self._build)
+
+    def _build(self, body: Any, out_type: Any, scratch: Any, grid: dict[str, int]) -> Any:
+        """In the place of a call: remember it, or, once the machine has run, give what it computed."""
+
+        def run(*operands: Any) -> Any:
+            if self.results is not None:
+                return [jnp.asarray(x) for x in self.results[self.device]]
+            self.calls.append((body, out_type, scratch, grid["cta"], operands))
+            return [jnp.zeros(x.shape, x.dtype) for x in out_type]
+
+        return run
+
+    def run(self, program: Callable[[int], Any]) -> list[Any]:
+        """`program(device)` of every device; it calls the kernel once at most."""
+
+        def everywhere() -> list[Any]:
+            results = []
+            for device in range(self.devices):
+                self.device = device
+                results.append(program(device))
+            return results
+
+        machine, self.calls, self.results = Machine(self.devices, self.seed), [], None
+        fake = fakes(machine)
+        with self.patch.context() as patch:
+            patch.setattr(self.modules[0], "tiled", fake["tiled"])
+            patch.setattr(self.modules[0], "plgpu", fake["plgpu"])
+            everywhere()
+        if self.calls:
+            with self.patch.context() as patch:
+                for module in self.modules:
+                    for name in {"pl", "plgpu", "lax", "jnp", "fence"} & set(vars(module)):
+                        patch.setattr(module, name, fake[name])
+                patch.setattr(compat, "load_whole", fake["load"])
+                patch.setattr(compat, "store_whole", fake["store"])
+                body, out_type, scratch, ctas, _ = self.calls[0]
+                self.results = machine.run(body, out_type, scratch, ctas, [call[-1] for call in self.calls])
+        if machine.broken is not None:
+            raise machine.broken
+        return everywhere()

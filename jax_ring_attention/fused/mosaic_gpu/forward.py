@@ -1,9 +1,9 @@
 """Forward, on GPUs of one host: every hop of one leg in one persistent kernel. Never run on more than one GPU: README.md.
 
-One CTA per multiprocessor. The first `COPYING` of them send: each takes every so many-th block of the chunk in hand through
-shared memory, by TMA in and by TMA out to the receiver. They are CTAs of their own, not the memory warpgroups of the others, so
-that what is sent depends on no mask, no block is sent twice because two query tiles read it, and the pipeline of the computing
-CTAs stays that of the chunk kernel. Their number is what a link needs: a CTA has 128 KB on the way.
+One CTA per multiprocessor. The first few of them send (`copying_ctas`): each takes every so many-th block of the chunk in hand
+through shared memory, by TMA in and by TMA out to the receiver. They are CTAs of their own, not the memory warpgroups of the
+others, so that what is sent depends on no mask, no block is sent twice because two query tiles read it, and the pipeline of the
+computing CTAs stays that of the chunk kernel.
 
 The others compute. Each has a fixed set of items (128 queries of one head, `kernels.mosaic_gpu.item`), the same at every hop, and
 goes through all of them hop by hop, without waiting for other CTAs: its memory warpgroup alone waits, for the hop's chunk to have
@@ -18,6 +18,7 @@ CTA whose items are those of all hops, one after another. An item that sees no k
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -48,13 +49,23 @@ from jax_ring_attention.kernels.mosaic_gpu.launch import ROW, STAGES, build, til
 from jax_ring_attention.masks import Tokens
 from jax_ring_attention.stats import ChunkStats
 
-#: CTAs that send. A guess, to be measured: 128 KB in flight each, over a few microseconds, is some 50 GB/s; NVLink takes 450.
-COPYING = 8
+#: What one copying CTA sends, in bytes a second: 128 KB are on the way, for some microseconds. And what a GPU computes, in
+#: operations a second. Both are guesses until several GPUs have been measured.
+_CTA_RATE, _COMPUTE_RATE = 40e9, 6e14
 
 _VMAP_MESSAGE = (
     "jax.vmap over schedule='fused' would run one ring for every element, and its kernel has no such axis; make the mapped axis "
     "part of the batch B, or use schedule='ring'."
 )
+
+
+def copying_ctas(shape: Shape) -> int:
+    """How many CTAs send: as many as need half of a hop's time for it if all blocks are visited, and no more than a link takes.
+
+    A hop computes 2 B N T S (D + Dv) operations and moves B K S (D + Dv) numbers.
+    """
+    moved = jnp.dtype(shape.dtype).itemsize * shape.kv_heads / (2 * shape.heads * shape.query_length)  # bytes an operation
+    return min(max(math.ceil(2 * moved * _COMPUTE_RATE / _CTA_RATE), 2), 12)
 
 
 def fold_hops(
@@ -67,10 +78,10 @@ def fold_hops(
       own: this device's chunk, key (B, S, K, D) and value (B, S, K, Dv).
       carry: as in the chunk kernel; None has seen no key.
     """
-    multiprocessors = compat.multiprocessors()
+    copying = copying_ctas(shape)
     tiles, together = shape.query_length // FORWARD_BLOCK_Q, heads_together(shape)
     items = shape.batch * shape.heads * tiles
-    computing = min(items, multiprocessors - COPYING)
+    computing = min(items, compat.multiprocessors() - copying)
     block_kv, masked = forward_block_kv(shape), lists.blocks is not None
     blocks_kv = shape.key_length // block_kv
     staged = finish and shape.head_dim <= 128  # else there is no room for an output beside the queries
@@ -88,8 +99,8 @@ def fold_hops(
         members = [*take(refs, 3), take(refs, 1)[0] if staged else None, *refs]
         shared = Shared(*members)
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
-        channel = Channel(route, COPYING, computing, Neighbours.of(route), Counters.of(route))
-        worker = cta - COPYING
+        channel = Channel(route, copying, computing, Neighbours.of(route), Counters.of(route))
+        worker = cta - copying
         mine = items_of(worker, items, computing)
 
         def place(k):
@@ -208,7 +219,7 @@ def fold_hops(
                 pl.when(transfer >= SLOTS)(lambda: channel.wait_free(transfer))
             source, row = source_of(transfer)
             target, landing = (away(x, channel.neighbours.receiver) for x in slot_refs), slot(transfer) * shape.batch
-            copy_share(shape, shared, cta, (source, row), (tuple(target), landing))
+            copy_share(shape, shared, (cta, copying), (source, row), (tuple(target), landing))
             channel.announce(transfer)
             if not isinstance(transfer, int) or transfer > 0:
                 channel.release(transfer)
@@ -217,7 +228,7 @@ def fold_hops(
         def _compute():
             plgpu.set_max_registers(232, action="increase")
 
-            @pl.when(cta >= COPYING)
+            @pl.when(cta >= copying)
             def _():
                 pl.when(warpgroup == 1)(lambda: take_turns(shared.turn))
                 first, last = route.first, route.hops
@@ -237,12 +248,12 @@ def fold_hops(
         def _memory():
             plgpu.set_max_registers(40, action="decrease")
 
-            @pl.when(cta < COPYING)
+            @pl.when(cta < copying)
             def _():
                 send(0)
                 pl.loop(jnp.int32(1), jnp.int32(route.hops))(send)
 
-            @pl.when(cta >= COPYING)
+            @pl.when(cta >= copying)
             def _():
                 count = fetch(route.first, jnp.int32(0))
                 lax.fori_loop(jnp.int32(route.first + 1), jnp.int32(route.hops + 1), fetch, count)
@@ -269,7 +280,7 @@ def fold_hops(
     slots = [jax.ShapeDtypeStruct((SLOTS * x.shape[0], *x.shape[1:]), x.dtype) for x in own]
     operands = [query, *own, *(carry or ()), *visit_operands(*lists)]
     out_type = (output, rows, rows, *slots, *([running] if between else []))
-    run = build(kernel, out_type, scratch, {"cta": COPYING + computing})
+    run = build(kernel, out_type, scratch, {"cta": copying + computing})
     return ChunkStats(*compat.call_without_varying(run, *compat.unbatchable(operands, _VMAP_MESSAGE))[:3])
 
 
@@ -301,19 +312,19 @@ def items_of(worker: Any, items: int, workers: int) -> Any:
     return rounds + lax.select(along < left, jnp.int32(1), jnp.int32(0))
 
 
-def copy_share(shape: Shape, shared: Shared, cta: Any, source: tuple[Any, Any], target: tuple[Any, Any]) -> None:
-    """Copy every so many-th block of key and value; sides are ((key, value), first batch row). Stores may still be under way.
+def copy_share(shape: Shape, shared: Shared, part: tuple[Any, int], source: tuple[Any, Any], target: tuple[Any, Any]) -> None:
+    """Copy part `part[0]` of `part[1]` of a chunk; sides are ((key, value), first batch row). Stores may be under way after it.
 
     One block is stored while the next one is loaded.
     """
     assert STAGES == 2, "a slot is loaded again as soon as all stores but the last block's have read theirs"
-    block_kv = forward_block_kv(shape)
+    (cta, copying), block_kv = part, forward_block_kv(shape)
     blocks = shape.key_length // block_kv
     total = shape.batch * blocks * shape.kv_heads
-    mine = lax.div(total - cta + (COPYING - 1), jnp.int32(COPYING))
+    mine = lax.div(total - cta + (copying - 1), jnp.int32(copying))
 
     def place(i, row):
-        rest, head = divide(cta + i * COPYING, shape.kv_heads)
+        rest, head = divide(cta + i * copying, shape.kv_heads)
         batch, block = divide(rest, blocks)
         return row + batch, pl.ds(block * block_kv, block_kv), head
 
