@@ -34,7 +34,7 @@ def select_kernel(problems: tuple[Problem, ...], implementation: str | None, leg
         return mosaic_gpu.select_kernel(problems)
     if implementation not in (None, MosaicTpuKernel.name):
         raise ValueError(
-            "schedule='fused' is one kernel of implementation='mosaic_tpu' or 'mosaic_gpu', not of "
+            "schedule='fused' is one kernel of implementation='mosaic_gpu' or 'mosaic_tpu', not of "
             f"{implementation!r}; leave implementation out, or use schedule='ring', which runs every implementation."
         )
     if jax.default_backend() == "cpu" and compat.tpu_chip() is None and not compat.emulates_tpu():
