@@ -18,7 +18,7 @@ from jax_ring_attention.schedule import needed_offsets, plan_hops
 from jax_ring_attention.shard import Inputs, Integers, Ring, Shard
 from jax_ring_attention.testing import dense_expected, earned_tolerances, random_inputs, relative_error, visible_pairs
 
-pytestmark = [pytest.mark.fast, pytest.mark.skipif(compat.JAX_VERSION < (0, 11, 2), reason="refused before jax 0.11.2")]
+pytestmark = pytest.mark.skipif(compat.JAX_VERSION < (0, 11, 2), reason="refused before jax 0.11.2")
 
 
 class RingOf:
@@ -96,7 +96,6 @@ def check(patch: Any, size: int, seed: int, sizes: Any, seen_by: Any, **options:
 
 CASES: dict[str, tuple[int, Any, Any, Any]] = {
     "two devices": (2, {"query_length": 512}, {}, {}),
-    "four devices": (4, {"query_length": 512, "heads": 1}, {}, {}),
     "five devices, grouped heads": (5, {"query_length": 640, "heads": 3, "kv_heads": 1}, {}, {}),
     "two rows of more items than CTAs": (2, {"query_length": 256, "batch": 2, "heads": 3}, {}, {}),
     "causal": (4, {"query_length": 512}, {"is_causal": True}, {"reach": (None, 0)}),
@@ -110,6 +109,11 @@ CASES: dict[str, tuple[int, Any, Any, Any]] = {
     "lengths that no block divides": (3, {"query_length": 3 * 150}, {"is_causal": True}, {"reach": (None, 0)}),
     "wide heads, without staging": (2, {"query_length": 256, "heads": 1, "head_dim": 192, "value_dim": 128}, {}, {}),
 }
+
+
+def many_orders_of_events(patch: Any, seeds: int) -> None:
+    for seed in range(seeds):
+        check(patch, 4, seed, {"query_length": 512, "heads": 2}, {})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -162,14 +166,16 @@ def one_counter_for_all(patch: Any, module: Any) -> None:
 FAULTS = [unordered_loads, no_credit, early_announcement, nobody_cleans_up, one_counter_for_all]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_every_part_of_the_protocol_is_needed(fault, monkeypatch):
     from jax_ring_attention.fused.mosaic_gpu import protocol
 
     fault(monkeypatch, protocol)
-    for seed in range(30):
-        try:
-            check(monkeypatch, 4, seed, {"query_length": 512, "heads": 2}, {})
-        except (Broken, AssertionError):
-            return
-    pytest.fail("nothing went wrong")
+    with pytest.raises((Broken, AssertionError)):  # most seeds find each of them
+        many_orders_of_events(monkeypatch, 30)
+
+
+@pytest.mark.fast
+def test_the_whole_protocol_under_many_orders_of_events(monkeypatch):
+    many_orders_of_events(monkeypatch, 6)
