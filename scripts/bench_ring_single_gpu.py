@@ -130,7 +130,9 @@ def main(arguments=None):
     parser.add_argument(
         "--chunk-length", type=int, default=8192, help="tokens of query and of each chunk for the cost of chunking"
     )
-    parser.add_argument("--shards", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192], help="T/P of the ranks; none leaves them out")
+    parser.add_argument(
+        "--shards", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192], help="T/P of the ranks; none leaves them out"
+    )
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--limit", type=float, default=120, help="seconds for each measurement")
     parser.add_argument("--one", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""`schedule="fused"`: every hop of a leg in one TPU kernel; README.md has the protocol.
+"""`schedule="fused"`: every hop of a leg in one kernel; README.md has the protocol. For TPUs here, for GPUs in `mosaic_gpu`.
 
 `fold_leg` and `grads_leg` take the place of those in `ring.py`: same arguments, same results.
 """
@@ -11,8 +11,9 @@ import jax
 
 from jax_ring_attention import compat
 from jax_ring_attention import ring as plain
-from jax_ring_attention.fused import hops
+from jax_ring_attention.fused import hops, mosaic_gpu
 from jax_ring_attention.kernels.contract import Kernel, Problem
+from jax_ring_attention.kernels.mosaic_gpu import MosaicGpuKernel
 from jax_ring_attention.kernels.mosaic_tpu import LARGEST_LIST, MosaicTpuKernel
 from jax_ring_attention.kernels.mosaic_tpu.tiling import resident_units
 from jax_ring_attention.masks import Tokens
@@ -22,15 +23,19 @@ from jax_ring_attention.stats import finalize_chunk_stats
 
 
 def select_kernel(problems: tuple[Problem, ...], implementation: str | None, legs: tuple[Leg, ...]) -> type[Kernel]:
-    """`mosaic_tpu`, or an error that says why not; `problems` are those of `legs`.
+    """`mosaic_tpu`, or `mosaic_gpu` where it is named or a Hopper GPU at hand, or an error that says why not.
+
+    `problems` are those of `legs`.
 
     Raises:
       ValueError: another implementation is named. NotImplementedError: it refuses, or its lists for all hops are too long.
     """
+    if mosaic_gpu.is_chosen(implementation):
+        return mosaic_gpu.select_kernel(problems)
     if implementation not in (None, MosaicTpuKernel.name):
         raise ValueError(
-            f"schedule='fused' is one kernel of implementation='mosaic_tpu', not of {implementation!r}; leave implementation "
-            "out, or use schedule='ring', which runs every implementation."
+            "schedule='fused' is one kernel of implementation='mosaic_gpu' or 'mosaic_tpu', not of "
+            f"{implementation!r}; leave implementation out, or use schedule='ring', which runs every implementation."
         )
     if jax.default_backend() == "cpu" and compat.tpu_chip() is None and not compat.emulates_tpu():
         raise NotImplementedError(
@@ -54,6 +59,8 @@ def select_kernel(problems: tuple[Problem, ...], implementation: str | None, leg
 
 def fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any, last: bool = False) -> Any:
     """As `ring.fold_leg`; a leg that goes nowhere has nothing to fuse."""
+    if isinstance(shard.kernel, MosaicGpuKernel):
+        return mosaic_gpu.fold_leg(shard, leg, query, stats, last)
     (stream,) = leg.streams
     if stream.hops == 0:
         return plain.fold_leg(shard, leg, query, stats, last)
@@ -81,9 +88,9 @@ def fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any, last: bool = False)
 
 
 def grads_leg(shard: Shard, leg: Leg, rows: Any, sums: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """As `ring.grads_leg`."""
+    """As `ring.grads_leg`; on GPUs it is that one."""
     (stream,) = leg.streams
-    if stream.hops == 0:
+    if stream.hops == 0 or isinstance(shard.kernel, MosaicGpuKernel):
         return plain.grads_leg(shard, leg, rows, sums)
     from jax_ring_attention.fused import backward  # Pallas is imported only when a kernel is built
 

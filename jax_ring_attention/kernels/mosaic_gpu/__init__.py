@@ -132,6 +132,11 @@ class MosaicGpuKernel(Kernel):
         rows = (jnp.swapaxes(x, 1, 2)[:, : self.query_length] for x in (carry.sum, carry.max / LOG2E))
         return ChunkStats(carry.output[:, : self.query_length, :, : self.problem.value_dim], *rows)
 
+    def unpack_finished(self, carry: ChunkStats) -> tuple[jax.Array, jax.Array]:
+        """`(out, lse)` of statistics whose output is divided already."""
+        out, total, maximum = self.unpack_stats(carry)
+        return out, jnp.where(total == 0, -jnp.inf, maximum + jnp.log(total))
+
     def pack_rows(self, query: jax.Array, d_output: jax.Array, lse: jax.Array, delta: jax.Array) -> Rows:
         rows = Rows(query, d_output, lse, delta)
         if self.problem.empty_rows:  # two passes over memory
@@ -167,12 +172,12 @@ class MosaicGpuKernel(Kernel):
 
     # Who sees whom.
 
-    def _tokens(self, scope: Scope) -> tuple[Tokens, Tokens]:
+    def tokens(self, scope: Scope) -> tuple[Tokens, Tokens]:
         return padded_tokens(scope, self.key_length, self.shape.query_length, self.shape.key_length)
 
-    def _blocks(self, scope: Scope, block_q: int, block_kv: int, by_query: bool) -> ActiveBlocks | None:
+    def blocks(self, scope: Scope, block_q: int, block_kv: int, by_query: bool) -> ActiveBlocks | None:
         """For every block of queries (or of keys) the blocks of the other side to visit; None when all pairs are full."""
-        query, key = self._tokens(scope)
+        query, key = self.tokens(scope)
         if query == (None, None):
             return None
         blocks_q, blocks_kv = self.shape.query_length // block_q, self.shape.key_length // block_kv
@@ -192,8 +197,8 @@ class MosaicGpuKernel(Kernel):
     def _fold(
         self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None, finish: bool = False
     ) -> ChunkStats:
-        tokens = self._tokens(scope)
-        blocks = self._blocks(scope, FORWARD_BLOCK_Q, forward_block_kv(self.shape), by_query=True)
+        tokens = self.tokens(scope)
+        blocks = self.blocks(scope, FORWARD_BLOCK_Q, forward_block_kv(self.shape), by_query=True)
         from jax_ring_attention.kernels.mosaic_gpu import forward  # see the module docstring
 
         return forward.fold_chunk(self.shape, query, *chunk, blocks, *tokens, carry, finish)
@@ -202,20 +207,19 @@ class MosaicGpuKernel(Kernel):
         return self._fold(query, chunk, scope, carry)
 
     def fold_last(self, query: jax.Array, chunk: KeyValue, scope: Scope, carry: ChunkStats | None) -> tuple[jax.Array, jax.Array]:
-        out, total, maximum = self.unpack_stats(self._fold(query, chunk, scope, carry, finish=True))
-        return out, jnp.where(total == 0, -jnp.inf, maximum + jnp.log(total))
+        return self.unpack_finished(self._fold(query, chunk, scope, carry, finish=True))
 
     def fold_grads(
         self, rows: Rows, chunk: KeyValue, scope: Scope, d_query: jax.Array | None, d_bias: Any, rounded: bool
     ) -> tuple[jax.Array, Any, KeyValue]:
-        tokens = self._tokens(scope)
+        tokens = self.tokens(scope)
         step = backward_block_q(self.head_dim)
         wide = self.head_dim + self.value_dim > LARGEST_GRADIENTS
-        blocks = self._blocks(scope, step, BLOCK_KV // 2 if wide else BLOCK_KV, by_query=False)
+        blocks = self.blocks(scope, step, BLOCK_KV // 2 if wide else BLOCK_KV, by_query=False)
         from jax_ring_attention.kernels.mosaic_gpu import backward, backward_split  # see the module docstring
 
         if self._splits_backward:
-            by_query = self._blocks(scope, FORWARD_BLOCK_Q, step, by_query=True)
+            by_query = self.blocks(scope, FORWARD_BLOCK_Q, step, by_query=True)
             d_query, d_key, d_value = backward_split.grads_chunk(
                 self.shape, rows, *chunk, blocks, by_query, *tokens, d_query, rounded
             )

@@ -168,7 +168,9 @@ def fold_chunk(
 
         def compute_all(w):
             plgpu.set_max_registers(compute_registers, action="increase")
-            start_turns(shape, shared, w, steps > 0)
+            if alternates(shape):
+                pl.when(steps > 0)(lambda: plgpu.barrier_wait(shared.key_filled.at[0]))
+            start_turns(shape, shared, w)
             if persistent:
                 pl.loop(jnp.int32(0), items)(functools.partial(compute, w))
             else:

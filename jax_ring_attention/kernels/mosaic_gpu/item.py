@@ -7,7 +7,8 @@ P = exp2(S - max), output O = O + P V. Exponents run on a unit of their own, and
   made while the latter runs. The two warpgroups know nothing of each other.
 - *Alternating*, head dim 64. A product is too short to hide a block's exponents, so the two warpgroups take turns: one makes its
   weights while the other multiplies. The `turn` barrier is passed by both, twice a block. Warpgroup 1 starts one turn late and
-  warpgroup 0 ends one turn late (`start_turns`, `end_turns`). Blocks are twice as long.
+  warpgroup 0 ends one turn late (`start_turns`, `end_turns`). Blocks are twice as long. A block's keys are waited for behind the
+  product before, up to `Visited.total`; the first ones by the caller.
 
 docs/log.md has what either does at the other's head dim.
 """
@@ -87,7 +88,7 @@ class Visited(NamedTuple):
       key_start: the first key of the n-th one.
       full, active: the first `full` run without a mask, those up to `active` with one.
       before: how many blocks the CTA has visited before.
-      total: how many the CTA visits in all its items.
+      total: how many the CTA has visited when the next one is the caller's to wait for.
     """
 
     key_start: Callable[[Any], Any]
@@ -191,7 +192,6 @@ def fold_blocks(
                 plgpu.wgmma(output_acc, narrow, shared.value.at[before])
                 logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
                 plgpu.barrier_arrive(shared.key_free.at[here])
-                release_query(n)
                 weights, total_ref[...], maximum_ref[...], rescale_ref[...] = weigh(n, logits, total, maximum, partial)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(shared.value_free.at[before])
@@ -202,6 +202,7 @@ def fold_blocks(
         output, narrow, total, maximum, rescale = pl.run_state(both)(
             (plgpu.ACC.init(output), narrow, total, maximum, maximum)  # the last is only a place for `rescale`
         )
+        release_query(n)  # not inside: Pallas has no constant index into barriers in there
         return State(output * broadcast(rescale, output), total, maximum), narrow
 
     def last(n, pending):
@@ -256,16 +257,9 @@ def _take_turns(shared: Shared) -> None:
     plgpu.barrier_wait(shared.turn)
 
 
-def start_turns(shape: Shape, shared: Shared, warpgroup: int, any_blocks: Any) -> None:
+def start_turns(shape: Shape, shared: Shared, warpgroup: int) -> None:
     """Before a compute warpgroup's first item."""
-    if not alternates(shape):
-        return
-
-    @pl.when(any_blocks)
-    def _():
-        plgpu.barrier_wait(shared.key_filled.at[0])
-
-    if warpgroup == 1:
+    if alternates(shape) and warpgroup == 1:
         _take_turns(shared)
 
 
