@@ -227,33 +227,44 @@ def draw(timelines: Mapping[tuple[str, int, str], tuple[ring_model.Timeline, flo
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    from jax_ring_attention.cli.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, save
+    from jax_ring_attention.cli.pictures import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, save
 
-    names = list(dict.fromkeys(name for name, *_ in timelines))
-    columns = list(dict.fromkeys(key[1:] for key in timelines))
-    figure = Figure(figsize=(6.2 * len(columns), 2.9 * len(names) + 0.8), layout="constrained")
-    grid = figure.subplots(len(names), len(columns), squeeze=False, sharex="col")
-    sends = {("chunk", 1): ORANGE, ("chunk", -1): GREEN, ("gradient", 1): PURPLE, ("gradient", -1): "#56B4E9"}
+    names, columns = list(dict.fromkeys(name for name, *_ in timelines)), list(dict.fromkeys(key[1:] for key in timelines))
+    figure = Figure(figsize=(5.6 * len(columns), 2.6 * len(names) + 0.8), layout="constrained")
+    grid = figure.subplots(len(names), len(columns), squeeze=False)
+    sends = {("chunk", 1): ORANGE, ("chunk", -1): GREEN, ("gradient", 1): PURPLE, ("gradient", -1): INK}
     for (name, devices, direction), (timeline, share) in timelines.items():
         axes = grid[names.index(name), columns.index((devices, direction))]
-        for rank in range(devices):
-            axes.broken_barh([(0, timeline.total * 1e3)], (rank + 0.05, 0.9), color=GREY, linewidth=0)
-            spans = np.stack([timeline.begin[:, rank], timeline.computed[:, rank] - timeline.begin[:, rank]], axis=1) * 1e3
-            axes.broken_barh(spans, (rank + 0.05, 0.5), color=BLUE, edgecolor="white", linewidth=0.5 if devices <= 16 else 0)
-            for one in timeline.transfers:
-                lane = rank + (0.57 if one.direction == 1 else 0.77), 0.18
-                span = one.begin[rank] * 1e3, (one.end - one.begin)[rank] * 1e3
-                axes.broken_barh([span], lane, color=sends[one.what, one.direction], linewidth=0)
-        axes.set(ylim=(devices, 0), ylabel=f"{name}\ndevice", yticks=[0.5, devices - 0.5], yticklabels=["0", str(devices - 1)])
-        axes.set_title(f"P = {devices}, {direction}: {timeline.total * 1e3:.2f} ms, {share:.0%} of peak", fontsize=10)
+        edge, top = (0.5, 0.06) if devices <= 16 else (0, 0.0)  # no gaps between lanes that are a few pixels high
+        _bars(axes, np.zeros((1, devices)), np.full((1, devices), timeline.total), top, 1 - 2 * top, GREY)
+        _bars(axes, timeline.begin, timeline.computed, top, 0.58 - top, BLUE, edge)
+        for (what, way), color in sends.items():
+            some = [one for one in timeline.transfers if (one.what, one.direction) == (what, way)]
+            if some:
+                spans = np.stack([one.begin for one in some]), np.stack([one.end for one in some])
+                _bars(axes, *spans, 0.6 if way == 1 else 0.78, 0.16, color, edge)
+        axes.set(xlim=(0, timeline.total * 1e3), ylim=(devices, 0), yticks=[0.5, devices - 0.5], yticklabels=[0, devices - 1])
+        axes.set_title(f"{name}, P = {devices}, {direction}: {timeline.total * 1e3:.2f} ms, {share:.0%} of peak", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("device")
     for axes in grid[-1]:
         axes.set_xlabel("ms")
-    labels = {"compute": BLUE, "waiting": GREY, "key, value sent by +1": ORANGE, "by -1": GREEN, "gradients by +1": PURPLE}
-    handles = [Patch(color=color, label=label) for label, color in (labels | {"gradients by -1": "#56B4E9"}).items()]
+    labels = {"compute": BLUE, "waiting": GREY, "key and value sent by +1": ORANGE, "by -1": GREEN, "gradients by +1": PURPLE}
+    handles = [Patch(color=color, label=label) for label, color in (labels | {"gradients by -1": INK}).items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     figure.suptitle(title)
     save(figure, path)
+
+
+def _bars(axes: Any, begin: np.ndarray, end: np.ndarray, top: float, height: float, color: str, edge: float = 0) -> None:
+    """From `begin` to `end` [any, rank] seconds, `top` below the upper end of the device's lane."""
+    from matplotlib.collections import PolyCollection
+
+    above = np.broadcast_to(np.arange(begin.shape[1]) + top, begin.shape)
+    corners = [(begin, above), (end, above), (end, above + height), (begin, above + height)]
+    shapes = np.stack([np.stack([x.ravel() * 1e3 if i == 0 else x.ravel() for i, x in enumerate(c)], -1) for c in corners], 1)
+    axes.add_collection(PolyCollection(shapes, facecolor=color, edgecolor="white", linewidth=edge))
 
 
 def microseconds(text: str) -> float:
@@ -319,15 +330,15 @@ def main(arguments: list[str] | None = None) -> None:
     found = crossovers(attention, measured, options.devices, cases)
     print(f"\nT/P of {SWEEP[0]} to {SWEEP[-1]}; hidden: transfers cost at most {HIDDEN:.0%} of the step, the way home aside")
     print(crossovers_table(found))
-    middle = cases[len(cases) // 2]
     if options.output is not None:
-        timelines = {
-            (name, count, direction): (one := simulate(attention, measured, name, direction, count, options.tokens, middle))
-            and (one, efficiency(attention, direction, count, options.tokens, one.total))
-            for name, count, direction in itertools.product(names_of(attention), options.devices, PASSES)
-        }
-        about = f"{attention.chip}, {'causal' if attention.causal else 'full'}, T/P = {options.tokens}, {options.heads} heads on {options.kv_heads} of"
-        draw(timelines, f"{about} {options.head_dim}, {middle.boundary * 1e6:g} us between kernels (predicted)", options.output)
+        middle = cases[len(cases) // 2]
+        timelines = {}
+        for name, count, direction in itertools.product(names_of(attention), options.devices, PASSES):
+            one = simulate(attention, measured, name, direction, count, options.tokens, middle)
+            timelines[name, count, direction] = one, efficiency(attention, direction, count, options.tokens, one.total)
+        heads = f"{options.heads} heads on {options.kv_heads} of {options.head_dim}"
+        about = f"{attention.chip}, {'causal' if attention.causal else 'full'}, T/P = {options.tokens}, {heads}"
+        draw(timelines, f"{about}, {middle.boundary * 1e6:g} us between kernels: a prediction", options.output)
     printed = {
         "script": "profile_ring_steps",
         "attention": attention._asdict(),
