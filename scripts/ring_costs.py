@@ -22,7 +22,6 @@ from jax_ring_attention.layouts import shard_progressions
 PASSES = ("forward", "backward")
 #: Cores per chip: those of one JAX device share the heads of a plain kernel.
 CORES = {"v5e": 1, "v5p": 2, "v6e": 1}
-COMPILED = {"heads": 8, "tokens": 4096}  # of the fused ring; a schedule depends on the blocks, not on how many there are
 
 
 class Attention(NamedTuple):
@@ -47,7 +46,7 @@ def measure(compiler: profile_tpu_static.Compiler, attention: Attention) -> dict
       RuntimeError: one does not compile.
     """
     job = {"chip": attention.chip, "head_dim": attention.head_dim, "causal": attention.causal}
-    both = compiler.run(who="fused", **job, **COMPILED)
+    both = compiler.run(who="fused", **job, **profile_tpu_static.FUSED)
     plain = {direction: compiler.run(who="ours", direction=direction, **job) for direction in PASSES}
     if compiler.failed:
         raise RuntimeError(f"kernels do not compile: {compiler.failed}")

@@ -114,7 +114,7 @@ def compile_ours(job: dict[str, Any], devices: list[Any]) -> dict[str, Any]:
 
 
 def compile_fused(job: dict[str, Any], devices: list[Any]) -> dict[str, Any]:
-    """The two kernels of `schedule="fused"` on a ring of all chips, causal ones in the zigzag layout."""
+    """The kernels of `schedule="fused"` on a ring of all chips, causal ones in the zigzag layout; `direction` may ask for one."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -126,23 +126,29 @@ def compile_fused(job: dict[str, Any], devices: list[Any]) -> dict[str, Any]:
     spec = PartitionSpec(None, "seq")
     options = {"is_causal": True, "layout": "zigzag"} if job["causal"] else {}
 
+    def forward(query, key, value):
+        return ring_attention(query, key, value, mesh=mesh, spec=spec, schedule="fused", **options)
+
     def grad(query, key, value, d_out):
-        out, pull = jax.vjp(lambda *x: ring_attention(*x, mesh=mesh, spec=spec, schedule="fused", **options), query, key, value)
+        out, pull = jax.vjp(forward, query, key, value)
         return out, pull(d_out)
 
     shape = (1, job["tokens"] * len(devices), job["heads"], job["head_dim"])
     struct = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-    compiled = jax.jit(grad).lower(*[struct] * 4).compile()
+    run, arguments = (forward, [struct] * 3) if job.get("direction") == "forward" else (grad, [struct] * 4)
+    compiled = jax.jit(run).lower(*arguments).compile()
     program, memory = compiled.as_text(), compiled.memory_analysis()
     kernel = our_kernel(job, mesh, job["tokens"])
-    names = {direction: f"ring_attention_fused_{direction}" for direction in ("forward", "backward")}
-    tilings = {"forward": kernel.forward, "backward": kernel.backward}
+    wanted = (job["direction"],) if "direction" in job else ("forward", "backward")
+    names = {direction: f"ring_attention_fused_{direction}" for direction in wanted}
+    tilings = {direction: getattr(kernel, direction) for direction in wanted}
+    kinds = {direction: kinds_of(job, tiling) for direction, tiling in tilings.items()}
     return {
         "ring_size": len(devices),
         "tilings": {direction: list(tiling) for direction, tiling in tilings.items()},
         "names": names,
-        "kinds": {direction: kinds_of(job, tiling) for direction, tiling in tilings.items()},
-        "tiles": {d: [len(common.tiles_of(kind, tiling)) for kind in kinds_of(job, tiling)] for d, tiling in tilings.items()},
+        "kinds": kinds,
+        "tiles": {d: [len(common.tiles_of(kind, tilings[d])) for kind in listed] for d, listed in kinds.items()},
         "scoped_vmem": {direction: scoped_vmem(program, name) for direction, name in names.items()},
         "memory": {
             "arguments": memory.argument_size_in_bytes,
