@@ -6,8 +6,8 @@ which T/P one kernel for all hops takes less time than a kernel per hop.
     cycles    of every kind of block pair, of a grid step, of a hop: from kernels compiled for the chip (`ring_costs.py`)
     clock     the data sheet's peak over what the matrix units do in a cycle
     links     bytes over the data sheet's rate of a link in one direction, one transfer at a time (`ring_model.py`), --latency-us
-    memory    over the data sheet's bandwidth: blocks that a pipeline reads before its first step and writes after its last, and
-              the pass that adds gradients; the steps in between are taken to hide their own transfers
+    memory    over the data sheet's bandwidth: what no step hides (`ring_costs.unhidden`), and the pass that adds gradients; other
+              transfers of a step are taken to hide behind it
 
 What no schedule says is an argument: --boundary-us, all that lies between two kernels of a program, several values; --latency-us
 of a hop; --dma-us before the first byte of a copy from memory. Blocks smaller than those compiled are charged by their tiles.
@@ -97,7 +97,8 @@ def streams_of(
             )
             seconds = ring_costs.chunk_cycles(attention, kernel, direction, chunk, fused) / attention.clock
             if seconds:
-                seconds += 2 * given.dma + ring_costs.edge_bytes(attention, direction, chunk.tiling) / given.memory
+                size, copies = ring_costs.unhidden(attention, direction, chunk.tiling, tokens, stream.size)
+                seconds += copies * given.dma + size / given.memory
                 adds[order == which] = 2 * given.dma + 3 * gradient / given.memory
             compute[order == which] = seconds
         behind = (gradient / link, adds) if direction == "backward" else (None, 0.0)

@@ -164,10 +164,16 @@ def chunk_cycles(attention: Attention, measured: Mapping[str, Any], direction: s
     return -(-attention.kv_heads // cores) * (groups * once + chunk.results * measured["first_step"])
 
 
-def edge_bytes(attention: Attention, direction: str, tiling: Any) -> int:
-    """Blocks that a pipeline reads before its first step, and writes after its last."""
+def unhidden(attention: Attention, direction: str, tiling: Any, tokens: int, keys: int) -> tuple[int, int]:
+    """Bytes to and from memory that no step of a kernel hides, and how many copies wait for one another, for a chunk of `keys`.
+
+    Blocks that a pipeline reads before its first step and writes after its last; the integers of the keys, which are spread over
+    lanes before a kernel that compares them; in the backward pass d_query of each key/value head, copied in and out.
+    """
     dim, rows = attention.head_dim, 2 * 4 * tiling.block_q
-    keys = 2 * dim * 2 * tiling.block_kv
+    key_value = 2 * dim * 2 * tiling.block_kv
+    size, copies = keys * common.LANES * 4 if attention.causal else 0, 4 if attention.causal else 2
     if direction == "forward":
-        return dim * 2 * tiling.block_q + keys + 2 * (dim * 4 * tiling.block_q + rows)
-    return 2 * dim * 2 * tiling.block_q + rows + keys + 2 * dim * 4 * tiling.block_kv
+        return size + dim * 2 * tiling.block_q + key_value + 2 * (dim * 4 * tiling.block_q + rows), copies
+    size += 2 * dim * 2 * tiling.block_q + rows + key_value + 2 * dim * 4 * tiling.block_kv
+    return size + 2 * attention.heads * tokens * dim * 4, copies + 2 * attention.kv_heads
