@@ -12,8 +12,10 @@ which T/P one kernel for all hops takes less time than a kernel per hop.
 What no schedule says is an argument: --boundary-us, all that lies between two kernels of a program, several values; --latency-us
 of a hop; --dma-us before the first byte of a copy from memory. Blocks smaller than those compiled are charged by their tiles.
 
-    contiguous, zigzag   schedule="ring" in these layouts        fused             schedule="fused", zigzag
-    bidirectional        half chunks both ways, zigzag           fused both ways   half chunks both ways in one kernel: a forecast
+    contiguous, zigzag    schedule="ring" in these layouts
+    bidirectional         half chunks both ways, zigzag, a kernel for each half
+    fused                 schedule="fused", zigzag
+    fused_bidirectional   half chunks both ways in one kernel, zigzag, two buffers each: a forecast
 
 Prints tables and one JSON object as the last line; --output draws the timelines.
 """
@@ -46,7 +48,7 @@ SCHEDULES = {
     "zigzag": ("scanned", "ring", "zigzag"),
     "bidirectional": ("scanned", "bidirectional", "zigzag"),
     "fused": ("fused", "ring", "zigzag"),
-    "fused both ways": ("fused", "bidirectional", "zigzag"),
+    "fused_bidirectional": ("fused", "bidirectional", "zigzag"),
 }
 #: Memory bandwidth of a chip, 1e9 bytes/s.
 HBM_GBS = {"v5e": 819, "v5p": 2765, "v6e": 1640}
@@ -167,7 +169,7 @@ def crossovers(
     """Over SWEEP: where transfers are hidden, and where fused takes less time than the same moves with a kernel per hop."""
     names, pairs = (
         names_of(attention),
-        {"fused": "zigzag" if attention.causal else "contiguous", "fused both ways": "bidirectional"},
+        {"fused": "zigzag" if attention.causal else "contiguous", "fused_bidirectional": "bidirectional"},
     )
     rows = []
     for count, direction, given in itertools.product(devices, PASSES, cases):

@@ -12,7 +12,8 @@ h, computes, waits until the transfer has left, and grants a credit. Gradients h
 one buffer free at the start. A hop costs `hop` more than its parts, and `start` passes before the first one.
 
 Links: each device has one to either neighbour, used by one transfer at a time, first come, first served. What arrives has left
-`latency` before. Several streams of one leg (half chunks both ways) compute one after another and send at the same time.
+`latency` before. Several streams of one leg (half chunks both ways) wait for each other at the start of a hop, are sent at the
+same time and computed with one after another.
 """
 
 from __future__ import annotations
