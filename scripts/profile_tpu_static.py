@@ -254,7 +254,7 @@ def fused_row(plain: dict[str, Any], fused: dict[str, Any], direction: str) -> d
         "ratio": max(one["bundles"] for one in hots) / hot["bundles"],
         "cycles_ratio": max(one["cycles"] for one in hots) / hot["cycles"],
         "spills": [hot["spills"], max(one["spills"] for one in hots)],
-        "step_overhead": [alone["step_overhead"], copies[-1]["step_overhead"]],
+        "step_overhead": [one["most_step_overhead"] for one in (alone, copies[-1])],
         "hop_overhead": copies[-1]["hop_overhead"],
         "scoped_vmem": [plain["scoped_vmem"], fused["scoped_vmem"][direction]],
         "buffers": sum(one["bytes"] for one in results[RESULTS:]),

@@ -67,7 +67,7 @@ def cycles_of(tiling: Sequence[int], kinds: Sequence[int], schedule: Mapping[str
     return {
         "tiling": list(tiling),
         "cycles": {str(kind): branch["cycles"] for kind, branch in zip(kinds, steps["branches"], strict=True)},
-        "step_overhead": steps["step_overhead"],
+        "step_overhead": steps["most_step_overhead"],
         "hop_overhead": steps["hop_overhead"],
         "first_step": schedule["first_step"],
     }

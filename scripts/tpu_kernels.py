@@ -242,6 +242,7 @@ def schedules_in(folder: Path, names: dict[str, str], chip: str) -> dict[str, An
                 {
                     "branches": [_branch(piece) for piece in branches],
                     "step_overhead": schedule.overhead(branches[0].loops),
+                    "most_step_overhead": schedule.most_overhead(branches[0].loops),
                     "hop_overhead": schedule.overhead(branches[0].loops[:-1]),
                 }
                 for branches in schedule.passes

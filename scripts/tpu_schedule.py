@@ -110,6 +110,13 @@ class Schedule(NamedTuple):
         """Bundles that every turn of the innermost of `loops` runs itself: no inner loops, branches, nor what may be skipped."""
         return sum(p.bundles for p in self.pieces if p.loops == loops and not p.matmul_cycles and not p.skippable)
 
+    def most_overhead(self, loops: tuple[int, ...]) -> int:
+        """The same with all that may be skipped but the copy of the first step: one kernel skips copies by branches, another
+        makes them conditional, and only this treats them alike."""
+        inside = [p for p in self.pieces if p.loops == loops and not p.matmul_cycles]
+        copy = max((p.bundles for p in inside if p.skippable and p.stores), default=0)
+        return sum(p.bundles for p in inside) - copy
+
 
 def kernel_files(folder: Path | str) -> dict[str, Path]:
     """Final bundles of every program in a dump, by the compiler's name for it."""

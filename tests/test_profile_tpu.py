@@ -55,7 +55,7 @@ def test_a_program_is_cut_into_straight_pieces(tmp_path):
     assert (branch.bundles, branch.cycles) == (2, 6)
     assert (schedule.step_overhead, schedule.first_step) == (6, 2)
     assert [piece.loops for piece in schedule.pieces] == [(), *[(2,)] * 5, ()]
-    assert (schedule.passes, schedule.overhead((2,))) == ([[branch]], 6)
+    assert (schedule.passes, schedule.overhead((2,)), schedule.most_overhead((2,))) == ([[branch]], 6, 6)
 
 
 NESTED = """
