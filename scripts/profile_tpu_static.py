@@ -10,6 +10,9 @@ Every kernel is compiled ahead of time, in a process of its own, and its program
 * causal: a whole chunk of 8192 x 8192 on the diagonal: every step costs the branch that it takes and what all steps run beside
   it. The sum is divided by half the pairs of the full chunk; "x half" is over half of the full chunk, counted in the same way.
 
+--fused compares the kernels of the fused ring over 8 chips with ours for one chunk instead, at the same tiling: bundles of the
+pair without a mask (the larger of its two copies, for the hop at home and for the others), of a step and of a hop, and memory.
+
 Efficiency counts two products forward and five backward, whatever a kernel computes. Of the others, each kernel takes the best of
 the block sizes tried; the backward pass is one kernel or the sum of two. A schedule says nothing about memory bandwidth.
 Prints a table and one JSON object as the last line, and draws the full figures.
@@ -18,6 +21,7 @@ Prints a table and one JSON object as the last line, and draws the full figures.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -38,6 +42,9 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 #: block_q, block_kv, and keys computed at once
 QUICK, QUICK_LARGE_HEADS = ((1024, 2048, 1024),), ((1024, 1024, 1024),)  # larger blocks do not fit when H is 256
 THOROUGH = ((512, 1024, 512), (512, 2048, 1024), (1024, 1024, 1024), (1024, 2048, 512), (1024, 2048, 1024), (2048, 2048, 512))
+
+FUSED = {"heads": 8, "tokens": 4096}  # per chip of the fused ring
+RESULTS = 3  # of a kernel of the fused ring; what follows are its buffers
 
 NOTHING, UNMASKED = "0", "1"  # kinds of steps, as in mosaic_tpu/common.py
 TIMEOUT = 900
@@ -218,6 +225,60 @@ def row_of(chip: str, head_dim: int, direction: str, mask: str, mine: dict[str, 
     return row
 
 
+def fused_rows(compiler: Compiler, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each chip, head dim, mask and pass: the fused ring's kernel beside ours for one chunk."""
+    rows = []
+    for chip, head_dim, mask in itertools.product(options.chips, options.head_dims, options.masks):
+        job = {"chip": chip, "head_dim": head_dim, "causal": mask == "causal"}
+        fused = compiler.run(who="fused", **job, **FUSED)
+        for direction in DIRECTIONS.values():
+            plain = compiler.run(who="ours", direction=direction, **job)
+            if fused is not None and plain is not None:
+                rows.append({"head_dim": head_dim, "mask": mask, **fused_row(plain, fused, direction), "chip": chip})
+                print(fused_line(rows[-1]), flush=True)
+    return rows
+
+
+def fused_row(plain: dict[str, Any], fused: dict[str, Any], direction: str) -> dict[str, Any]:
+    """Raises RuntimeError where the tilings differ: then there is nothing to compare."""
+    if plain["tiling"] != fused["tilings"][direction]:
+        raise RuntimeError(f"tilings differ: {plain['tiling']} for one chunk, {fused['tilings'][direction]} in the fused ring")
+    (alone,), copies = plain["schedules"][direction]["passes"], fused["schedules"][direction]["passes"]
+    hot, hots = alone["branches"][0], [copy["branches"][0] for copy in copies]
+    results = [one for one in fused["schedules"][direction]["operands"] if one["kind"] == "output"]
+    return {
+        "direction": direction,
+        "tiling": plain["tiling"],
+        "bundles": hot["bundles"],
+        "fused_bundles": [one["bundles"] for one in hots],
+        "ratio": max(one["bundles"] for one in hots) / hot["bundles"],
+        "cycles_ratio": max(one["cycles"] for one in hots) / hot["cycles"],
+        "spills": [hot["spills"], max(one["spills"] for one in hots)],
+        "step_overhead": [one["most_step_overhead"] for one in (alone, copies[-1])],
+        "hop_overhead": copies[-1]["hop_overhead"],
+        "scoped_vmem": [plain["scoped_vmem"], fused["scoped_vmem"][direction]],
+        "buffers": sum(one["bytes"] for one in results[RESULTS:]),
+        "memory": fused["memory"],
+    }
+
+
+FUSED_HEADER = (
+    f"{'chip':4s} {'H':>3s} {'pass':8s} {'mask':6s} | {'bundles':>7s} {'fused':>7s} {'ratio':>6s} {'cycles':>6s} {'spills':>11s} "
+    f"| {'step':>4s} {'fused':>5s} {'a hop':>5s} | {'VMEM MiB':>9s} {'fused':>6s} {'HBM buffers MiB':>15s} "
+    f"{'temporary MiB':>13s} | tiling"
+)
+
+
+def fused_line(row: dict[str, Any]) -> str:
+    mib = [size / 2**20 for size in (*row["scoped_vmem"], row["buffers"], row["memory"]["temporary"])]
+    return (
+        f"{row['chip']:4s} {row['head_dim']:3d} {row['direction']:8s} {row['mask']:6s} | {row['bundles']:7d} "
+        f"{max(row['fused_bundles']):7d} {row['ratio']:6.3f} {row['cycles_ratio']:6.3f} {'{} {}'.format(*row['spills']):>11s} | "
+        f"{row['step_overhead'][0]:4d} {row['step_overhead'][1]:5d} {row['hop_overhead']:5d} | {mib[0]:9.1f} {mib[1]:6.1f} "
+        f"{mib[2]:15.1f} {mib[3]:13.1f} | {','.join(map(str, row['tiling']))}"
+    )
+
+
 HEADER = (
     f"{'chip':4s} {'H':>3s} {'pass':8s} {'mask':6s} | {'ours':>6s} {'bundles':>7s} {'minimum':>7s} {'eff.':>4s} {'spills':>6s} "
     f"{'x half':>6s} {'carry':>5s} | {'splash':>6s} {'bundles':>7s} {'dkv+dq':>6s} {'ours/':>5s} | "
@@ -307,13 +368,14 @@ def main(arguments: list[str] | None = None) -> None:
         help="fwd:block_q,block_kv,tile_q,tile_kv,ahead,lag,side_by_side, or bwd:...; may be repeated, a row for each",
     )
     parser.add_argument("--png", type=Path, default=Path("outputs/profile_tpu_static.png"), help="where to draw the picture")
+    parser.add_argument("--fused", action="store_true", help="compare the fused ring's kernels with those for one chunk")
     options = parser.parse_args(arguments)
-    print(HEADER, flush=True)
+    print(FUSED_HEADER if options.fused else HEADER, flush=True)
     compiler = Compiler()
-    rows = measure(compiler, options)
+    rows = (fused_rows if options.fused else measure)(compiler, options)
     for failure in compiler.failed:
         print("not measured:", json.dumps(failure))
-    if any(row["mask"] == "full" for row in rows):
+    if not options.fused and any(row["mask"] == "full" for row in rows):
         draw(rows, options.png)
         print(f"picture: {options.png}")
     print(json.dumps({"script": "profile_tpu_static", "pair": [512, 1024], "results": rows, "failed": compiler.failed}))

@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
 import profile_tpu_static as profile
+import ring_costs
 import tpu_schedule
 
 from jax_ring_attention.kernels.mosaic_tpu import common
@@ -53,6 +54,35 @@ def test_a_program_is_cut_into_straight_pieces(tmp_path):
     assert branch.matmul_cycles == (16 + 8) / 4
     assert (branch.bundles, branch.cycles) == (2, 6)
     assert (schedule.step_overhead, schedule.first_step) == (6, 2)
+    assert [piece.loops for piece in schedule.pieces] == [(), *[(2,)] * 5, ()]
+    assert (schedule.passes, schedule.overhead((2,)), schedule.most_overhead((2,))) == ([[branch]], 6, 6)
+
+
+NESTED = """
+     0   :  { %1 = vmatmul.bf16.gmra.mxu0 %v1 }
+   0x1 LB: > { %s1 = smov 0 }
+   0x2 LB: >> { %2 = vmatmul.bf16.gmra.mxu0 %v2 }
+   0x3   : >> { %3 = sbr.rel (!%p1) target = $region1 }
+   0x4   :  {}
+   0x5   : >> { %s2 = smov 0 }
+   0x6   : > { %s3 = smov 0 }
+   0x7 LB: >> { %4 = vst [vmem:[%s3]] %v1 }
+   0x8   : >> { %5 = sbr.rel (!%p2) target = $region2 }
+   0x9   : > { %6 = sbr.rel (!%p3) target = $region3 }
+   0xa   :  { %s4 = smov 0 }
+"""
+
+
+@pytest.mark.fast
+def test_loops_are_told_apart(tmp_path):
+    path = tmp_path / "1-kernel-2-final_bundles.txt"
+    path.write_text(NESTED)
+    schedule = tpu_schedule.read(path, tpu_schedule.CHIPS["v5e"])
+    assert [(piece.begin, piece.end, piece.loops) for piece in schedule.pieces] == [
+        (0, 1, ()), (1, 2, (1,)), (2, 4, (1, 2)), (4, 6, (1, 2)), (6, 7, (1,)), (7, 9, (1, 7)), (9, 10, (1,)), (10, 11, ()),
+    ]  # fmt: skip
+    assert [[piece.begin for piece in branches] for branches in schedule.passes] == [[0], [2]]
+    assert (schedule.overhead((1, 2)), schedule.overhead((1,))) == (2, 3)
 
 
 @pytest.mark.fast
@@ -150,3 +180,37 @@ def test_branches_of_our_kernels_do_the_products_of_their_tiles(direction, produ
     assert cost["full"]["cycles"] == 4 * hot["cycles"]
     # A diagonal block skips a quarter or more of its products, so half a chunk and half its diagonal cost more than half.
     assert 1 < cost["causal"]["over_half_of_full"] < 1.5
+
+
+@pytest.mark.aot
+def test_the_fused_ring_runs_a_pair_in_the_bundles_of_the_plain_kernel():
+    compiler = profile.Compiler()
+    job = {"direction": "forward", "chip": "v5e", "head_dim": 128, "causal": False}
+    plain, fused = compiler.run(who="ours", **job), compiler.run(who="fused", **job, **profile.FUSED)
+    assert compiler.failed == []
+    row = profile.fused_row(plain, fused, "forward")
+    assert len(row["fused_bundles"]) == 2  # for the hop at home, and for the others
+    assert row["ratio"] < 1.02
+    assert row["cycles_ratio"] < 1.02
+    (alone,), (home, hops) = plain["schedules"]["forward"]["passes"], fused["schedules"]["forward"]["passes"]
+    assert [one["branches"][0]["matmul_cycles"] for one in (alone, home, hops)] == [8192] * 3
+    assert (len(home["branches"][0]["loops"]), len(hops["branches"][0]["loops"])) == (1, 2)
+    assert 0 < row["step_overhead"][1] < 0.1 * row["bundles"]
+    assert 0 < row["hop_overhead"] < row["bundles"]
+    # Two buffers of key and value; the tiles of a step must fit in VMEM.
+    heads, tokens = profile.FUSED["heads"], profile.FUSED["tokens"]
+    assert row["buffers"] == 2 * (2 * tokens * heads * 128 * 2)
+    assert 2**20 < row["scoped_vmem"][1] < 1.5 * row["scoped_vmem"][0]
+    assert "v5e" in profile.fused_line({**row, "chip": "v5e", "head_dim": 128, "mask": "full"})
+    with pytest.raises(RuntimeError, match="tilings differ"):
+        profile.fused_row({**plain, "tiling": [1, 2, 3, 4, 5, 6, 7]}, fused, "forward")
+
+    steps = ring_costs.cycles_of(fused["tilings"]["forward"], fused["kinds"]["forward"], fused["schedules"]["forward"])
+    assert steps["cycles"] == {"1": max(8192, row["fused_bundles"][1])}
+    chunk = ring_costs.chunk_steps(ring_costs.Attention("v5e", 8, 8, 128, False), "contiguous", "forward", 4096, (0, 4096), 0)
+    least = profile.useful_cycles("v5e", 128, "forward") * 4096 * 4096 / profile.PAIR
+    assert (
+        1
+        <= ring_costs.chunk_cycles(ring_costs.Attention("v5e", 8, 8, 128, False), steps, "forward", chunk, True) / (8 * least)
+        < 1.1
+    )

@@ -96,8 +96,10 @@ def block_specs(
     blocks_q = shape.query_length // tiling.block_q
     column = common.outer_of
 
-    def head_and_block(code):  # indices are no floor divisions of signed numbers
+    def head_and_block(code):  # indices are no floor divisions of signed numbers; a power of two needs no division
         unit = start + common.inner_of(code)
+        if blocks_q & (blocks_q - 1) == 0:
+            return unit >> (blocks_q.bit_length() - 1), unit & (blocks_q - 1)
         return lax.div(unit, jnp.int32(blocks_q)), lax.rem(unit, jnp.int32(blocks_q))
 
     def of_query(size: int) -> pl.BlockSpec:
