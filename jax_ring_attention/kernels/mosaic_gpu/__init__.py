@@ -34,7 +34,6 @@ from jax_ring_attention.stats import ChunkStats
 _BLOCK = 128
 _LARGEST_HEAD_DIM = 256
 _LARGEST_IN_ONE_PASS = 128
-_LARGEST_ARRAY = 2**31
 
 #: Lists of blocks that are known while JAX traces become constants of the program up to this many numbers.
 _LARGEST_CONSTANT = 2**18
@@ -93,10 +92,6 @@ class MosaicGpuKernel(Kernel):
             return f"head dims are {sizes}, and it holds at most {_LARGEST_HEAD_DIM}{use_xla}"
         if problem.block_sizes != (None, None):
             return f"its tiling is fixed; leave block_sizes out{use_xla} to choose them"
-        shape = MosaicGpuKernel(problem).shape
-        rows = max(shape.query_length * shape.heads, shape.key_length * shape.kv_heads)
-        if shape.batch * rows * shape.head_dim >= _LARGEST_ARRAY:
-            return f"an array would hold 2**31 numbers or more, and it addresses them by 32 bits; split the batch{use_xla}"
         return None
 
     # Packing.
