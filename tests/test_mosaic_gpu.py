@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from programs import Program
 
 from jax_ring_attention import Positions, SegmentIds, attention_chunk_stats, compat, merge_chunk_stats, ring_attention
-from jax_ring_attention.kernels.mosaic_gpu import MosaicGpuKernel
 from jax_ring_attention.testing import (
     Expected,
     assert_close,
