@@ -4,9 +4,10 @@ Claim under test: `ring_attention` with implementation="mosaic_gpu" against cuDN
 FlashAttention-4 where they are installed, and JAX's own `attention_mgpu` (in float16, the only dtype whose results it stores), on
 the same arrays, forward and backward, 16 heads. Also what `deterministic=True` costs.
 
-Every shape is measured in a process of its own with a time limit. Its results are compared with the first other implementation
-that runs, or with implementation="xla", before anything is timed; one that refuses or runs out of memory is reported, not fatal.
-Times are medians of repeated calls on the host clock with the device kept busy; backward is forward+backward minus forward.
+Every shape is measured in a process of its own with a time limit. Its results are compared with every other implementation that
+runs, or with implementation="xla", before anything is timed; one that refuses or runs out of memory is reported, not fatal.
+Implementations take turns, round by round, because clocks drift: times and ratios are medians over rounds of a few calls, on the
+host clock with the device kept busy; backward is forward+backward minus forward, in the same round.
 TFLOP/s count 2 B N T S (H + Hv) forward and 2 B N T S (3 H + 2 Hv) backward, half when causal. Prints a table and, as the last
 line, one JSON object; `--png` draws the table.
 """
@@ -20,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -62,9 +64,53 @@ def check(have, want, tolerance=1e-2):
         raise SystemExit(f"outputs or gradients differ by {error:.1e}, allowed {tolerance:.0e}: nothing is timed")
 
 
-def both_directions(attention, arguments):
-    forward = seconds(jax.jit(attention), *arguments[:3])
-    return {"forward": forward, "backward": seconds(gradient(attention), *arguments) - forward}
+def compile_together(attentions):
+    """`{name: {"forward": call, "both": call}}` of `{name: (attention, arguments)}`, and why what is missing there is missing."""
+    calls, refused, compiling = {}, {}, []
+    with ThreadPoolExecutor() as pool:
+        for name, (attention, arguments) in attentions.items():
+            calls[name] = {}
+            for part, function, given in (
+                ("forward", jax.jit(attention), arguments[:3]),
+                ("both", gradient(attention), arguments),
+            ):
+                try:
+                    compiling.append((name, part, pool.submit(function.lower(*given).compile), given))
+                except Exception as error:  # anything: it may not be ours
+                    refused[name] = first_line(error)
+        for name, part, program, given in compiling:
+            try:
+                calls[name][part] = functools.partial(program.result(), *given)
+                jax.block_until_ready(calls[name][part]())
+            except Exception as error:
+                calls[name].pop(part, None)
+                refused[name] = first_line(error)
+    return calls, refused
+
+
+def take_turns(calls, rounds=7, repeats=6, waits=None):
+    """`{name: {direction: seconds of each round}}` of `compile_together`'s calls; `waits` has other ways to wait for a result."""
+    taken = {name: {part: [] for part in parts} for name, parts in calls.items()}
+    for _ in range(rounds):
+        for name, parts in calls.items():
+            wait = (waits or {}).get(name, jax.block_until_ready)
+            for part, call in parts.items():
+                taken[name][part].append(seconds(call, rounds=1, calls=repeats, wait=wait))
+    for parts in taken.values():
+        if "both" in parts:
+            both = parts.pop("both")
+            parts["backward"] = [b - f for b, f in zip(both, parts["forward"], strict=True)]
+    return taken
+
+
+def both_directions(attentions):
+    """`{name: {direction: median seconds}}` of `{name: (attention, arguments)}`, all of which must run."""
+    calls, refused = compile_together(attentions)
+    if refused:
+        raise SystemExit(f"not measured: {refused}")
+    return {
+        name: {part: statistics.median(rounds) for part, rounds in parts.items()} for name, parts in take_turns(calls).items()
+    }
 
 
 def matmul_tflops(size=8192):
@@ -97,8 +143,8 @@ def jax_attention_mgpu(is_causal):
     return attend
 
 
-def time_flash_attention_4(arguments, is_causal):
-    """It is a PyTorch library: the arrays are shared, and the results are given back as JAX arrays."""
+def flash_attention_4(arguments, is_causal):
+    """Its calls, what they give as JAX arrays, and how to wait: it is a PyTorch library, and the arrays are shared."""
     import torch
     from flash_attn.cute import flash_attn_func
 
@@ -110,18 +156,17 @@ def time_flash_attention_4(arguments, is_causal):
         out = flash_attn_func(query, key, value, causal=is_causal)
         return out[0] if isinstance(out, tuple) else out
 
+    def forward_alone():
+        with torch.no_grad():
+            return forward()
+
     def both():
         out = forward()
         return out, torch.autograd.grad(out, (query, key, value), d_out)
 
-    def wait(_):
-        torch.cuda.synchronize()
-
     out, grads = both()
     results = [jnp.from_dlpack(x.detach().contiguous()) for x in (out, *grads)]
-    with torch.no_grad():
-        taken = seconds(forward, wait=wait)
-    return results, {"forward": taken, "backward": seconds(both, wait=wait) - taken}
+    return {"forward": forward_alone, "both": both}, results, lambda _: torch.cuda.synchronize()
 
 
 PEERS = {
@@ -142,43 +187,36 @@ def measure(work):
     shapes = [(batch, length, HEADS, n) for n in (dim, dim, value_dim, value_dim)]
     arguments = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
     ours = functools.partial(ring_attention, implementation=OURS, is_causal=causal)
-    repeatable = functools.partial(ours, deterministic=True)
-    have = gradient(ours)(*arguments)
-    check(gradient(repeatable)(*arguments), have)
-    times, refused, checked = {}, {}, False
+    attentions, refused, waits = {OURS: (ours, arguments)}, {}, {}
+    if max(dim, value_dim) <= 128:  # above, it is what runs anyway
+        attentions["deterministic"] = (functools.partial(ours, deterministic=True), arguments)
     for name, (dtype, make) in PEERS.items():
-        cast = [x.astype(dtype) for x in arguments]
         try:
-            attention = make(causal)
-            want = jax.block_until_ready(gradient(attention)(*cast))
-        except NotImplementedError as error:
+            attentions[name] = (make(causal), [x.astype(dtype) for x in arguments])
+        except Exception as error:  # not installed
             refused[name] = first_line(error)
-            try:  # some have no backward pass here
-                want = jax.block_until_ready(jax.jit(attention)(*cast[:3]))
-                check(have[0], want)
-                times[name] = {"forward": seconds(jax.jit(attention), *cast[:3])}
-            except Exception as again:  # anything: it is not ours
-                refused[name] = first_line(again)
-            continue
-        except Exception as error:  # not installed, out of memory, not for this shape
-            refused[name] = first_line(error)
-            continue
-        check(have, want)
-        checked = True
-        times[name] = both_directions(attention, cast)
+    calls, reasons = compile_together(attentions)
+    refused |= reasons
+    if "both" not in calls[OURS]:
+        raise SystemExit(f"{OURS} does not run: {refused[OURS]}")
+    have, checked = calls[OURS]["both"](), 0
+    for name, parts in calls.items():
+        if "both" in parts:
+            check(parts["both"](), have)
+        elif "forward" in parts:
+            check(parts["forward"](), have[0])
+        checked += name in PEERS and bool(parts)
     try:
-        want, taken = time_flash_attention_4(arguments, causal)
-        check(jax.tree.leaves(have), want)
-        checked, times["flash attention 4"] = True, taken
+        parts, results, wait = flash_attention_4(arguments, causal)
+        check(results, jax.tree.leaves(have))
+        calls["flash attention 4"], waits["flash attention 4"], checked = parts, wait, checked + 1
     except Exception as error:
         refused["flash attention 4"] = first_line(error)
     if not checked:
         one = [x[:1, : min(length, 4096)].astype(jnp.float32) for x in arguments]
         reference = functools.partial(ring_attention, implementation="xla", is_causal=causal)
         check(gradient(ours)(*(x.astype(jnp.bfloat16) for x in one)), gradient(reference)(*one))
-    times[OURS] = both_directions(ours, arguments)
-    if max(dim, value_dim) <= 128:  # above, it is what runs anyway
-        times["deterministic"] = {"backward": both_directions(repeatable, arguments)["backward"]}
+    taken = take_turns({name: parts for name, parts in calls.items() if "forward" in parts}, waits=waits)
     pairs = 2 * batch * HEADS * length**2 / (2 if causal else 1)
     flops = {"forward": pairs * (dim + value_dim), "backward": pairs * (3 * dim + 2 * value_dim)}
     heads = f"D{dim}" if dim == value_dim else f"D{dim}/{value_dim}"
@@ -187,11 +225,11 @@ def measure(work):
             "work": f"{batch}x{length} {heads} {'causal' if causal else 'full'}",
             "direction": direction,
             "implementation": name,
-            "tflops": flops[direction] / taken / 1e12,
-            "over_ours": times[OURS][direction] / taken,
+            "tflops": flops[direction] / statistics.median(rounds) / 1e12,
+            "over_ours": statistics.median(o / r for o, r in zip(taken[OURS][direction], rounds, strict=True)),
         }
-        for name, directions in times.items()
-        for direction, taken in directions.items()
+        for name, directions in taken.items()
+        for direction, rounds in directions.items()
     ]
     return {"rows": rows, "refused": refused}
 
@@ -234,7 +272,7 @@ def main(arguments=None):
     parser.add_argument("--shapes", nargs="+", default=["1x16384", "4x4096"], help="BATCHxLENGTH")
     parser.add_argument("--head-dims", nargs="+", default=["64", "128", "192/128", "256"], help="H or H/Hv")
     parser.add_argument("--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"])
-    parser.add_argument("--limit", type=float, default=90, help="seconds for each shape")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for each shape")
     parser.add_argument("--png", help="draw the table here")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -45,7 +45,7 @@ def chunking(length, head_dim):
     """Chunks one at a time against one call over all keys."""
     arguments = arrays(length, RING * length, head_dim)
     check(gradient(in_chunks)(*arguments), gradient(attend)(*arguments))
-    return {"chunks": both_directions(in_chunks, arguments), "one call": both_directions(attend, arguments)}
+    return both_directions({"chunks": (in_chunks, arguments), "one call": (attend, arguments)})
 
 
 def rank_of_a_ring(length, head_dim, rank=3):
@@ -60,7 +60,7 @@ def rank_of_a_ring(length, head_dim, rank=3):
 
     ring, whole = (functools.partial(causal, attention=attention) for attention in (in_chunks, attend))
     check(gradient(ring)(*arguments), gradient(whole)(*arguments))
-    return {"causal": both_directions(ring, arguments), "full": both_directions(in_chunks, arguments)}
+    return both_directions({"causal": (ring, arguments), "full": (in_chunks, arguments)})
 
 
 MEASUREMENTS = {"chunking": chunking, "rank_of_a_ring": rank_of_a_ring}
@@ -134,7 +134,7 @@ def main(arguments=None):
         "--shards", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192], help="T/P of the ranks; none leaves them out"
     )
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--limit", type=float, default=120, help="seconds for each measurement")
+    parser.add_argument("--limit", type=float, default=400, help="seconds for each measurement")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-
 import profile_ring_steps as profile
+import pytest
 import ring_costs
 import ring_model
 from ring_model import Stream

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
 import profile_tpu_static as profile
+import pytest
 import ring_costs
 import tpu_schedule
 
