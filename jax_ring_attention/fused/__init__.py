@@ -63,8 +63,8 @@ def fold_leg(shard: Shard, leg: Leg, query: Any, stats: Any, last: bool = False)
         return plain.fold_leg(shard, leg, query, stats, last)
     from jax_ring_attention.fused import forward  # Pallas is imported only when a kernel is built
 
-    coordinates = hops.coordinates_of(shard.ring, leg, shard.rank)
-    stats = forward.fold_hops(hops.route_of(shard.ring, leg), coordinates, hops.tracks_of(shard, leg), query, stats)
+    route = hops.route_of(shard.ring, leg)  # first: it refuses meshes that the rest would trip over
+    stats = forward.fold_hops(route, hops.coordinates_of(shard.ring, leg, shard.rank), hops.tracks_of(shard, leg), query, stats)
     if not last:
         return stats
     out, lse = finalize_chunk_stats(shard.kernel.unpack_stats(stats))
