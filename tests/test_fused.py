@@ -32,8 +32,8 @@ def rows_of_segments(batch: int, length: int) -> np.ndarray:
 
 ONE_WAY, BOTH_WAYS = "fused", "fused_bidirectional"
 
-#: Schedule, ring size, DMA mode, sizes of the inputs, options: both ways every ring size up to 5 in both modes, and every feature at
-#: least once. Other tests go one way on rings of 2, 3 and 4.
+#: Schedule, ring size, DMA mode, sizes of the inputs, options: both ways every ring size up to 5 in both modes, and every
+#: feature at least once. Other tests go one way on rings of 2, 3 and 4.
 CASES: dict[str, tuple[str, int, str, dict, dict]] = {
     "causal, zigzag": (BOTH_WAYS, 4, "on_wait", {"tokens": 24}, {"is_causal": True, "layout": "zigzag"}),
     "no mask": (BOTH_WAYS, 4, "eager", {"tokens": 16}, {}),
@@ -348,12 +348,14 @@ def test_rings_share_a_barrier_if_and_only_if_they_have_the_same_neighbours():
 
 
 @pytest.mark.fast
-def test_one_device_and_a_window_within_one_chunk_have_no_ring_to_fuse():
+@every_fused_schedule
+def test_one_device_and_a_window_within_one_chunk_have_no_ring_to_fuse(schedule):
     inputs = random_inputs(0, 1, 256, heads=1, head_dim=16)
     for mesh, options in ((ring_mesh(1), {}), (ring_mesh(2), {"local_window_size": (0, 0)})):
         attend = functools.partial(ring_attention, mesh=mesh, spec=P(None, "seq"), implementation="mosaic_tpu", **options)
         with compat.tpu_interpret_mode():
-            want, *both = (str(jax.make_jaxpr(functools.partial(attend, schedule=x))(*inputs[:3])) for x in ("ring", *UNFUSED))
-        for have in both:
-            assert "ring_attention_fused" not in have
-            assert have.count("pallas_call") == want.count("pallas_call") == 1
+            have, want = (
+                str(jax.make_jaxpr(functools.partial(attend, schedule=x))(*inputs[:3])) for x in (schedule, UNFUSED[schedule])
+            )
+        assert "ring_attention_fused" not in have
+        assert have.count("pallas_call") == want.count("pallas_call") > 0
