@@ -23,8 +23,9 @@ barrier; 1, 2, 4 and 6 are about each by itself. The invariants:
    share one barrier. That holds between calls with the same neighbours; `hops.collective_id` gives rings with other neighbours
    another barrier.
 6. *Never conditional on a mask.* What is sent depends on the hop alone, which is the same on every device.
-7. *No circle.* What a device waits for at hop h (arrivals, credits) others send at hop h - 1 or before, or at hop h before they
-   wait for anything that is computed there; so the order in which one device serves its channels cannot block them.
+7. *No circle.* All devices serve their channels in the same order, and every wait is for something that stands earlier in the
+   program: a transfer is started before its arrival is waited for, a credit granted before the same credit is taken. So no
+   devices wait for one another, whichever way their channels go.
 """
 
 from __future__ import annotations
