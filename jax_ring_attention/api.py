@@ -20,7 +20,7 @@ from jax_ring_attention.chunk import select_kernel
 from jax_ring_attention.kernels.contract import Problem
 from jax_ring_attention.layouts import Layout, check_layout, shard_multiple
 from jax_ring_attention.masks import Positions, SegmentIds
-from jax_ring_attention.schedule import Leg, Schedule, check_schedule, needed_offsets, plan_chunks, plan_hops
+from jax_ring_attention.schedule import UNFUSED, Leg, Schedule, check_schedule, needed_offsets, plan_chunks, plan_hops
 from jax_ring_attention.shard import Inputs, Integers, Ring, chunk_problems
 from jax_ring_attention.sharded import LOCAL, attend_sharded, resolve_mesh
 from jax_ring_attention.vjp import DERIVATIVES_MESSAGE, attend
@@ -94,8 +94,8 @@ def ring_attention(
       layout: order in which tokens are STORED along T and S: "contiguous", "zigzag" or "striped" (`to_layout`). Per-token
         arguments follow the stored order. The causal work is balanced over devices in the last two.
       schedule: "ring"; "bidirectional", which sends the halves of each chunk opposite ways, and equals "ring" where a window
-        leaves hops out; "all_gather", which holds all keys at once; or "fused", which equals "ring" but runs every hop in one
-        kernel on TPUs (implementation "mosaic_tpu", which it takes by itself).
+        leaves hops out; "all_gather", which holds all keys at once; "fused" and "fused_bidirectional", which equal "ring" and
+        "bidirectional" but run every hop in one kernel on TPUs (implementation "mosaic_tpu", which they take by themselves).
       block_sizes: `BlockSizes(block_q, block_kv)`, a pair or an int: the kernel's tiling.
       deterministic: gradients are the same bit by bit from run to run. It costs "mosaic_gpu" 7 matmuls per pair of blocks
         instead of 5 in the backward pass, up to head dim 128; all else is deterministic as it is. (Flax's argument of this name
@@ -228,9 +228,9 @@ class _Shard:
             needed = None if self.placed else needed_offsets(self.layout, self.ring_size, length, key_length, problem.reach)
             legs = plan_hops(self.schedule, self.ring_size, key_length, needed)
         problems = chunk_problems(problem, self.ring_size, legs)
-        if self.schedule == "fused" and legs is not None:
-            kernel = fused.select_kernel(problems, self.implementation, legs)
-            return Ring(self.axes, self.ring_size, self.layout, legs, problem, kernel, fused=True)
+        if self.schedule in UNFUSED and legs is not None:
+            kernel = fused.select_kernel(self.schedule, problems, self.implementation, legs)
+            return Ring(self.axes, self.ring_size, self.layout, legs, problem, kernel, fused=self.schedule)
         kernel = select_kernel(problems, self.implementation)
         return Ring(self.axes, self.ring_size, self.layout, legs, problem, kernel)
 

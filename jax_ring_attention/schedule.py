@@ -13,10 +13,12 @@ import numpy as np
 
 from jax_ring_attention.layouts import shard_progressions
 
-Schedule = Literal["ring", "bidirectional", "all_gather", "fused"]
+Schedule = Literal["ring", "bidirectional", "all_gather", "fused", "fused_bidirectional"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
-#: Those that every implementation runs; "fused" moves what "ring" does, inside one kernel of `mosaic_tpu`.
-PORTABLE_SCHEDULES = tuple(schedule for schedule in SCHEDULES if schedule != "fused")
+#: Schedules that run all hops of a leg inside one kernel of `mosaic_tpu`, and those that move the same by one collective a hop.
+UNFUSED = {"fused": "ring", "fused_bidirectional": "bidirectional"}
+#: Those that every implementation runs.
+PORTABLE_SCHEDULES = tuple(schedule for schedule in SCHEDULES if schedule not in UNFUSED)
 
 Reach = tuple[int | None, int | None]
 
@@ -79,11 +81,11 @@ def needed_offsets(layout: str, ring_size: int, query_length: int, key_length: i
 
 
 def plan_hops(schedule: str, ring_size: int, key_length: int, needed: np.ndarray | None = None) -> tuple[Leg, ...]:
-    """The legs of a `ring`, `fused` or `bidirectional` schedule.
+    """The legs of every schedule but `all_gather`.
 
     Args:
-      schedule: "ring" and "fused" move whole chunks one way; "bidirectional" moves the two halves of every chunk opposite ways,
-        so that both directions of each link carry half of the bytes.
+      schedule: "ring" moves whole chunks one way; "bidirectional" moves the two halves of every chunk opposite ways, so that
+        both directions of each link carry half of the bytes. The others move what their `UNFUSED` one does.
       ring_size: number of devices P.
       key_length: tokens per chunk.
       needed: per offset, whether any device needs that chunk (`needed_offsets`); None means all. Unneeded hops are not
@@ -101,7 +103,7 @@ def plan_hops(schedule: str, ring_size: int, key_length: int, needed: np.ndarray
         if gaps[widest] > 0:
             forward, backward = wanted[widest], ring_size - wanted[widest + 1]
     whole = (0, key_length)
-    if schedule == "bidirectional" and forward == ring_size - 1 and key_length > 1:
+    if UNFUSED.get(schedule, schedule) == "bidirectional" and forward == ring_size - 1 and key_length > 1:
         half = (key_length + 1) // 2
         return (Leg((Stream(1, forward, 0, half), Stream(-1, forward, half, key_length - half)), home=True),)
     legs = [Leg((Stream(1, forward, *whole),), home=True)]

@@ -27,7 +27,7 @@ class Ring:
       legs: the hops, in order; None gathers all chunks instead (`schedule="all_gather"`).
       problem: the static side of the attention, with `key_shape` that of a whole chunk.
       kernel: the chunk kernel's class.
-      fused: whether all hops of a leg run in one kernel (`schedule="fused"`).
+      fused: the schedule, where it runs all hops of a leg in one kernel; else None.
     """
 
     axis_name: tuple[str, ...]
@@ -36,7 +36,7 @@ class Ring:
     legs: tuple[Leg, ...] | None
     problem: Problem
     kernel: type[Kernel]
-    fused: bool = False
+    fused: str | None = None
 
     def rank(self) -> Any:
         """This device's place in the ring, traced."""

@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ring_attention import compat, ring_attention
 from jax_ring_attention.fused import hops
-from jax_ring_attention.fused.protocol import Channel
+from jax_ring_attention.fused.protocol import Channel, Neighbours
+from jax_ring_attention.schedule import UNFUSED
 from jax_ring_attention.testing import AttentionInputs, random_inputs, value_and_grads
 
 #: A transfer gets one of the free places of the vector clocks; with few of them two transfers share one and hide a race.
@@ -29,38 +30,52 @@ def rows_of_segments(batch: int, length: int) -> np.ndarray:
     return np.sort(np.random.default_rng(3).integers(-1, 3, size=(batch, length)), axis=1)
 
 
-#: Ring size, DMA mode, sizes of the inputs, options: every ring size in both modes, every feature at least once.
-CASES: dict[str, tuple[int, str, dict, dict]] = {
-    "causal": (2, "on_wait", {"tokens": 128}, {"is_causal": True}),
+ONE_WAY, BOTH_WAYS = "fused", "fused_bidirectional"
+
+#: Schedule, ring size, DMA mode, sizes of the inputs, options: both ways every ring size up to 5 in both modes (4, eager, stands
+#: among the mutations), and every feature at least once. Other tests go one way on rings of 2, 3 and 4.
+CASES: dict[str, tuple[str, int, str, dict, dict]] = {
+    "causal, zigzag": (BOTH_WAYS, 4, "on_wait", {"tokens": 24}, {"is_causal": True, "layout": "zigzag"}),
+    "halves in blocks of 256 and 128, one of them padded": (BOTH_WAYS, 2, "on_wait", {"tokens": 257}, {}),
     "segments that differ between rows, zigzag": (
+        BOTH_WAYS,
         2,
         "eager",
         {"tokens": 60, "batch": 2},
         {"segment_ids": rows_of_segments(2, 120), "layout": "zigzag", "is_causal": True},
     ),
     "given positions": (
+        BOTH_WAYS,
         3,
         "on_wait",
-        {"tokens": 40},
-        {"positions": np.random.default_rng(1).permutation(120), "is_causal": True},
+        {"tokens": 41},
+        {"positions": np.random.default_rng(1).permutation(123), "is_causal": True},
     ),
-    "grouped heads, Hv != H": (3, "eager", {"tokens": 30, "heads": 4, "kv_heads": 2, "value_dim": 40, "head_dim": 24}, {}),
+    "grouped heads, Hv != H": (
+        BOTH_WAYS,
+        3,
+        "eager",
+        {"tokens": 31, "heads": 4, "kv_heads": 2, "value_dim": 40, "head_dim": 24},
+        {},
+    ),
     "several blocks, zigzag": (
+        ONE_WAY,
         4,
         "on_wait",
         {"tokens": 256},
         {"is_causal": True, "layout": "zigzag", "block_sizes": 128},
     ),
-    "window on both sides: two legs": (4, "eager", {"tokens": 24}, {"local_window_size": (30, 20)}),
-    "window: fewer hops": (5, "on_wait", {"tokens": 24}, {"local_window_size": (30, 0)}),
+    "window on both sides: two legs, each one way": (BOTH_WAYS, 4, "eager", {"tokens": 24}, {"local_window_size": (30, 20)}),
+    "window: fewer hops": (ONE_WAY, 5, "on_wait", {"tokens": 24}, {"local_window_size": (30, 0)}),
     "lengths, padded": (
+        BOTH_WAYS,
         5,
         "eager",
         {"tokens": 23, "batch": 2, "cut": 2},
         {"query_seq_lengths": np.array([113, 60]), "key_value_seq_lengths": np.array([113, 17]), "is_causal": True},
     ),
-    "striped": (8, "on_wait", {"tokens": 16}, {"is_causal": True, "layout": "striped"}),
-    "soft cap and sinks": (8, "eager", {"tokens": 16}, {"logits_soft_cap": 2.0, "sinks": np.array([0.3])}),
+    "striped": (ONE_WAY, 8, "eager", {"tokens": 16}, {"is_causal": True, "layout": "striped"}),
+    "soft cap and sinks": (BOTH_WAYS, 5, "on_wait", {"tokens": 16}, {"logits_soft_cap": 2.0, "sinks": np.array([0.3])}),
 }
 
 
@@ -70,7 +85,7 @@ def inputs_of(ring_size: int, tokens: int, cut: int = 0, batch: int = 1, **sizes
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_ring_size_and_every_feature_matches_dense_without_races(name):
-    ring_size, mode, sizes, options = CASES[name]
+    schedule, ring_size, mode, sizes, options = CASES[name]
     options = {key: jnp.asarray(x) if isinstance(x, np.ndarray) and "lengths" in key else x for key, x in options.items()}
     dense = {key: options[key] for key in ("logits_soft_cap",) if key in options}
     if "sinks" in options:
@@ -80,7 +95,7 @@ def test_every_ring_size_and_every_feature_matches_dense_without_races(name):
             inputs_of(ring_size, **sizes),
             mesh=ring_mesh(ring_size),
             spec=P(None, "seq"),
-            schedule="fused",
+            schedule=schedule,
             dense_options=dense,
             **options,
         )
@@ -90,36 +105,39 @@ def test_every_ring_size_and_every_feature_matches_dense_without_races(name):
 # What happens without the protocol. A test that cannot fail is no test.
 
 
-def no_credits(monkeypatch):
-    monkeypatch.setattr(Channel, "grant", lambda self: None)
-    monkeypatch.setattr(Channel, "take", lambda self: None)
+def without(*names: str, gradients: bool = False):
+    """These methods do nothing in the channels of the last track; gradients are float32 where keys are bfloat16."""
+
+    def break_them(monkeypatch, last_track: int) -> None:
+        init = Neighbours.__init__
+
+        def remember(self, mesh_axes, coordinates, track=0):
+            init(self, mesh_axes, coordinates, track)
+            self.track = track
+
+        def unless(method):
+            def either(self, *args):
+                is_broken = self.neighbours.track == last_track and gradients <= (self.buffers[0].dtype == jnp.float32)
+                return None if is_broken else method(self, *args)
+
+            return either
+
+        monkeypatch.setattr(Neighbours, "__init__", remember)
+        for name in names:
+            monkeypatch.setattr(Channel, name, unless(getattr(Channel, name)))
+
+    return break_them
 
 
-def no_credits_for_gradients(monkeypatch):
-    """Gradients are float32 where keys are bfloat16."""
-
-    def unless_gradients(method):
-        return lambda self: None if self.buffers[0].dtype == jnp.float32 else method(self)
-
-    for name in ("grant", "take"):
-        monkeypatch.setattr(Channel, name, unless_gradients(getattr(Channel, name)))
-
-
-def no_wait_for_arrival(monkeypatch):
-    monkeypatch.setattr(Channel, "wait_arrived", lambda self, transfer: None)
-
-
-def no_wait_for_departure(monkeypatch):
-    monkeypatch.setattr(Channel, "wait_sent", lambda self, transfer, source: None)
-
-
+#: Schedule, whether there is a backward pass, what is missing. tests/test_fused_protocol.py takes every part from every channel.
 MUTATIONS = {
-    "forward, intact": (False, lambda monkeypatch: None),
-    "forward, no credits": (False, no_credits),
-    "forward, no wait for arrival": (False, no_wait_for_arrival),
-    "forward, no wait for departure": (False, no_wait_for_departure),
-    "backward, intact": (True, lambda monkeypatch: None),
-    "backward, no credits for gradients": (True, no_credits_for_gradients),
+    "one way, intact": (ONE_WAY, False, without()),
+    "one way, no credits": (ONE_WAY, False, without("grant", "take")),
+    "both ways, no credits": (BOTH_WAYS, False, without("grant", "take")),
+    "both ways, no wait for arrival": (BOTH_WAYS, False, without("wait_arrived")),
+    "both ways, no wait for departure": (BOTH_WAYS, False, without("wait_sent")),
+    "both ways and back, intact": (BOTH_WAYS, True, without()),
+    "both ways, no credits for gradients": (BOTH_WAYS, True, without("grant", "take", gradients=True)),
 }
 
 
@@ -133,17 +151,17 @@ def run_small(schedule: str, has_grads: bool):
         return jax.tree.leaves(jax.block_until_ready(result))
 
 
-unfused = functools.cache(functools.partial(run_small, "ring"))
+unfused = functools.cache(run_small)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_detector_or_the_numbers_show_what_is_missing(name, monkeypatch):
-    has_grads, mutate = MUTATIONS[name]
-    want = unfused(has_grads)
-    mutate(monkeypatch)
+    schedule, has_grads, mutate = MUTATIONS[name]
+    want = unfused(UNFUSED[schedule], has_grads)
+    mutate(monkeypatch, 0 if schedule == ONE_WAY else 1)
     jax.clear_caches()  # of what was traced before
     try:
-        have = run_small("fused", has_grads)
+        have = run_small(schedule, has_grads)
     finally:
         jax.clear_caches()
     wrong = any(not np.array_equal(a, b) for a, b in zip(want, have, strict=True))
@@ -153,27 +171,28 @@ def test_the_detector_or_the_numbers_show_what_is_missing(name, monkeypatch):
 # Inside programs.
 
 
-def grads_of(mesh, spec, schedule, inputs, layers=1):
-    """Output and gradients of a few rematerialised layers of attention in a scan."""
+def grads_of_layers(mesh, schedule, inputs, layers, calls=1):
+    """Output and gradients of a few rematerialised layers of attention in a scan, of every call."""
 
     def layer(x, key):
-        out = ring_attention(x, key, key, is_causal=True, mesh=mesh, spec=spec, schedule=schedule, implementation="mosaic_tpu")
-        return x + out, None
+        fixed = {"mesh": mesh, "spec": P(None, "seq"), "implementation": "mosaic_tpu"}
+        return x + ring_attention(x, key, key, is_causal=True, schedule=schedule, **fixed), None
 
     def loss(query, keys):
         out, _ = jax.lax.scan(jax.checkpoint(layer), query, keys)
         return (out * inputs.d_out).sum()
 
     keys = jnp.stack([inputs.key * (i + 1) for i in range(layers)])
-    return jax.jit(jax.value_and_grad(loss, (0, 1)))(inputs.query, keys)
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    return [run(inputs.query, keys) for _ in range(calls)]
 
 
-def test_layers_in_a_scan_under_remat_and_a_second_call():
+@pytest.mark.parametrize("schedule", UNFUSED)
+def test_layers_in_a_scan_under_remat_and_a_second_call(schedule):
     inputs, mesh = random_inputs(4, 1, 3 * 16, heads=1, head_dim=16), ring_mesh(3)
     with emulated():
-        want = grads_of(mesh, P(None, "seq"), "ring", inputs, layers=2)
-        for _ in range(2):
-            have = grads_of(mesh, P(None, "seq"), "fused", inputs, layers=2)
+        (want,) = grads_of_layers(mesh, UNFUSED[schedule], inputs, layers=2)
+        for have in grads_of_layers(mesh, schedule, inputs, layers=2, calls=2):
             jax.tree.map(np.testing.assert_array_equal, have, want)
         assert not compat.tpu_interpret_found_races()
 
@@ -207,7 +226,9 @@ def test_d_query_in_parts(monkeypatch):
     for module in ("fused", "kernels.mosaic_tpu"):
         monkeypatch.setattr(f"jax_ring_attention.{module}.resident_units", lambda shape, tiling: 3)
     with emulated():
-        want, have = (value_and_grads(functools.partial(call, schedule=x), inputs[:3], inputs.d_out) for x in ("ring", "fused"))
+        want, have = (
+            value_and_grads(functools.partial(call, schedule=x), inputs[:3], inputs.d_out) for x in ("bidirectional", BOTH_WAYS)
+        )
         assert not compat.tpu_interpret_found_races()
     jax.tree.map(np.testing.assert_array_equal, have, want)
 
@@ -225,73 +246,87 @@ def test_x64_changes_nothing():
 # What is refused, and what is decided before the kernel.
 
 
-def lower(ring_size=2, mesh=None, spec=None, **options):
+every_fused_schedule = pytest.mark.parametrize("schedule", UNFUSED)
+
+
+def lower(schedule, ring_size=2, mesh=None, spec=None, **options):
     mesh, spec = mesh or ring_mesh(ring_size), spec or P(None, "seq")
     inputs = random_inputs(0, 1, 128 * mesh.devices.size, heads=2, head_dim=16)
-    attend = functools.partial(ring_attention, mesh=mesh, spec=spec, schedule="fused", **options)
+    attend = functools.partial(ring_attention, mesh=mesh, spec=spec, schedule=schedule, **options)
     with compat.tpu_interpret_mode():
         return jax.eval_shape(attend, *inputs[:3])
 
 
 @pytest.mark.fast
-def test_cpu_devices_are_refused():
+@every_fused_schedule
+def test_cpu_devices_are_refused(schedule):
     inputs = random_inputs(0, 1, 256, heads=2, head_dim=16)
-    with pytest.raises(NotImplementedError, match="devices are CPUs; use schedule='ring'"):
-        ring_attention(*inputs[:3], mesh=ring_mesh(2), spec=P(None, "seq"), schedule="fused")
+    message = f"schedule='{schedule}' is .* devices are CPUs; use schedule='{UNFUSED[schedule]}'"
+    with pytest.raises(NotImplementedError, match=message):
+        ring_attention(*inputs[:3], mesh=ring_mesh(2), spec=P(None, "seq"), schedule=schedule)
 
 
 @pytest.mark.fast
-def test_other_implementations_are_refused():
-    with pytest.raises(ValueError, match=r"schedule='fused' .*'mosaic_tpu', not of 'xla'.*schedule='ring'"):
-        lower(implementation="xla")
+@every_fused_schedule
+def test_other_implementations_are_refused(schedule):
+    message = rf"schedule='{schedule}' .*'mosaic_tpu', not of 'xla'.*schedule='{UNFUSED[schedule]}'"
+    with pytest.raises(ValueError, match=message):
+        lower(schedule, implementation="xla")
 
 
 @pytest.mark.fast
+@every_fused_schedule
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"mask": jnp.ones((1, 1, 256, 256), bool)}, r"no dense mask or bias.*schedule='ring'"),
-        ({"block_sizes": 64}, r"multiples of 128 tokens.*schedule='ring'"),
+        ({"mask": jnp.ones((1, 1, 256, 256), bool)}, r"no dense mask or bias"),
+        ({"block_sizes": 64}, r"multiples of 128 tokens"),
     ],
     ids=["mask", "block sizes"],
 )
-def test_what_the_kernel_refuses_is_refused_with_the_way_out(options, reason):
-    with pytest.raises(
-        NotImplementedError, match=rf"schedule='fused' runs implementation='mosaic_tpu', which refuses: .*{reason}"
-    ):
-        lower(**options)
+def test_what_the_kernel_refuses_is_refused_with_the_way_out(options, reason, schedule):
+    refuses = f"schedule='{schedule}' runs implementation='mosaic_tpu', which refuses: "
+    with pytest.raises(NotImplementedError, match=f"{refuses}.*{reason}.*schedule='{UNFUSED[schedule]}'"):
+        lower(schedule, **options)
 
 
 @pytest.mark.fast
-def test_lists_beyond_scalar_memory_are_refused():
+@every_fused_schedule
+def test_lists_beyond_scalar_memory_are_refused(schedule):
     shape = jax.ShapeDtypeStruct((1, 4 * 2**15, 1, 64), jnp.bfloat16)  # 2**16 pairs of blocks are what one hop may have
-    attend = functools.partial(ring_attention, mesh=ring_mesh(4), spec=P(None, "seq"), schedule="fused", block_sizes=128)
-    with compat.tpu_interpret_mode(), pytest.raises(NotImplementedError, match=r"all 4 hops at once, 262144 entries.*'ring'"):
+    attend = functools.partial(ring_attention, mesh=ring_mesh(4), spec=P(None, "seq"), schedule=schedule, block_sizes=128)
+    message = rf"schedule='{schedule}' lists .* all 4 hops at once, 262144 entries.*'{UNFUSED[schedule]}'"
+    with compat.tpu_interpret_mode(), pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(attend, shape, shape, shape)
 
 
 @pytest.mark.fast
-def test_axes_that_are_not_adjacent_or_not_manual_are_refused():
-    mesh = mesh_of(a=2, b=2, c=2)
-    with pytest.raises(NotImplementedError, match=r"next to each other.*\('a', 'c'\) among \('a', 'b', 'c'\)"):
-        lower(mesh=mesh, spec=P(None, ("a", "c")))
-    lower(mesh=mesh, spec=P(None, ("b", "c")))
+@every_fused_schedule
+def test_axes_that_are_not_adjacent_or_not_manual_are_refused(schedule):
+    mesh, instead = mesh_of(a=2, b=2, c=2), f"use schedule='{UNFUSED[schedule]}'"
+    adjacent = rf"schedule='{schedule}' wants .* next to each other.*\('a', 'c'\) among \('a', 'b', 'c'\).*{instead}"
+    with pytest.raises(NotImplementedError, match=adjacent):
+        lower(schedule, mesh=mesh, spec=P(None, ("a", "c")))
+    lower(schedule, mesh=mesh, spec=P(None, ("b", "c")))
     inputs = random_inputs(0, 1, 256, heads=2, head_dim=16)
 
     def inside(*x):
-        return ring_attention(*x, axis_name="a", schedule="fused")
+        return ring_attention(*x, axis_name="a", schedule=schedule)
 
     spec = P(None, "a")
     partly = jax.shard_map(inside, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names={"a"})
-    with compat.tpu_interpret_mode(), pytest.raises(NotImplementedError, match=r"axes \['b', 'c'\] are not manual"):
+    manual = rf"schedule='{schedule}' addresses .* axes \['b', 'c'\] are not manual.*{instead}"
+    with compat.tpu_interpret_mode(), pytest.raises(NotImplementedError, match=manual):
         jax.eval_shape(jax.jit(partly), *inputs[:3])
 
 
 @pytest.mark.fast
-def test_vmap_is_refused():
+@every_fused_schedule
+def test_vmap_is_refused(schedule):
     inputs = random_inputs(0, 2, 256, heads=1, head_dim=16)
-    attend = functools.partial(ring_attention, mesh=ring_mesh(2), spec=P(None, "seq"), schedule="fused")
-    with compat.tpu_interpret_mode(), pytest.raises(NotImplementedError, match=r"vmap .*part of the batch B, .*schedule='ring'"):
+    attend = functools.partial(ring_attention, mesh=ring_mesh(2), spec=P(None, "seq"), schedule=schedule)
+    message = f"vmap over schedule='{schedule}' .*part of the batch B, .*schedule='{UNFUSED[schedule]}'"
+    with compat.tpu_interpret_mode(), pytest.raises(NotImplementedError, match=message):
         jax.eval_shape(jax.vmap(attend), *(x[:, None] for x in inputs[:3]))
 
 
@@ -299,17 +334,24 @@ def test_vmap_is_refused():
 def test_rings_share_a_barrier_if_and_only_if_they_have_the_same_neighbours():
     sizes = {"data": 2, "seq": 4, "tensor": 3}
     rings = [("data",), ("seq",), ("tensor",), ("data", "seq"), ("seq", "tensor"), ("data", "seq", "tensor")]
-    assert len({hops.collective_id(axes, sizes) for axes in rings}) == len(rings)
-    assert hops.collective_id(("seq",), sizes) == hops.collective_id(("x",), {"data": 2, "x": 4, "tensor": 3})
-    assert hops.collective_id(("seq",), sizes) == hops.collective_id(("y", "z"), {"data": 2, "y": 2, "z": 2, "tensor": 3})
+
+    def number(axes, sizes, schedule=ONE_WAY):
+        return hops.collective_id(axes, sizes, schedule)
+
+    assert len({number(axes, sizes) for axes in rings}) == len(rings)
+    assert number(("seq",), sizes) == number(("x",), {"data": 2, "x": 4, "tensor": 3})
+    assert number(("seq",), sizes) == number(("y", "z"), {"data": 2, "y": 2, "z": 2, "tensor": 3}, BOTH_WAYS)
 
 
 @pytest.mark.fast
-def test_one_device_and_a_window_within_one_chunk_have_no_ring_to_fuse():
+@every_fused_schedule
+def test_one_device_and_a_window_within_one_chunk_have_no_ring_to_fuse(schedule):
     inputs = random_inputs(0, 1, 256, heads=1, head_dim=16)
     for mesh, options in ((ring_mesh(1), {}), (ring_mesh(2), {"local_window_size": (0, 0)})):
         attend = functools.partial(ring_attention, mesh=mesh, spec=P(None, "seq"), implementation="mosaic_tpu", **options)
         with compat.tpu_interpret_mode():
-            have, want = (str(jax.make_jaxpr(functools.partial(attend, schedule=x))(*inputs[:3])) for x in ("fused", "ring"))
+            have, want = (
+                str(jax.make_jaxpr(functools.partial(attend, schedule=x))(*inputs[:3])) for x in (schedule, UNFUSED[schedule])
+            )
         assert "ring_attention_fused" not in have
-        assert have.count("pallas_call") == want.count("pallas_call") == 1
+        assert have.count("pallas_call") == want.count("pallas_call") > 0

@@ -70,6 +70,12 @@ def test_refusals_give_the_reason_and_a_way_out(dtype, options, reason):
 
 
 @pytest.mark.fast
+def test_both_ways_is_for_tpus():
+    with pytest.raises(NotImplementedError, match=r"'fused_bidirectional' is a TPU kernel; on GPUs use .*'fused'.* or 'bidirect"):
+        jax.eval_shape(functools.partial(hopper, mesh=ring_mesh(2), spec=SPEC, schedule="fused_bidirectional"), *arrays())
+
+
+@pytest.mark.fast
 @needs_kernel
 def test_several_processes_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -18,9 +18,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+from jax.experimental import pallas as pl
 
 from jax_ring_attention.fused import backward, forward, hops, launch, protocol
-from jax_ring_attention.fused.hops import HopSteps, Route, Travels
+from jax_ring_attention.fused.backward import Results
+from jax_ring_attention.fused.forward import Buffers
+from jax_ring_attention.fused.hops import HopSteps, Route, Track, Travels
 from jax_ring_attention.kernels.contract import KeyValue
 from jax_ring_attention.masks import Tokens
 
@@ -47,8 +50,12 @@ class _At:
         return Ref(self.name, part)
 
 
-def pair(name: str) -> KeyValue:
-    return KeyValue(Ref(f"d_key {name}"), Ref(f"d_value {name}"))
+def pair(name: str, track: int) -> KeyValue:
+    return KeyValue(Ref(f"key {name} {track}"), Ref(f"value {name} {track}"))
+
+
+def channel_semaphores(name: str, track: int) -> tuple[Ref, ...]:
+    return tuple(Ref(f"{name} {what} {track}") for what in ("sent", "arrived", "credit"))
 
 
 class Broken(Exception):
@@ -56,12 +63,15 @@ class Broken(Exception):
 
 
 class Call(NamedTuple):
-    """One kernel call: who receives from whom, of which barrier."""
+    """One kernel call: who receives from whom, of which barrier; one direction for every track."""
 
     ring: tuple[int, ...]
     route: Route
     kernel: str
-    direction: int = 1
+    directions: tuple[int, ...] = (1,)
+
+
+ONE_WAY, OTHER_WAY, BOTH_WAYS = (1,), (-1,), (1, -1)
 
 
 class Machine:
@@ -113,7 +123,7 @@ class Machine:
         while self.events:
             self.events.pop(0)()
         if self.broken is None and any(self.semaphores.values()):
-            self.broken = Broken(f"left over: {self.semaphores}")
+            self.broken = Broken(f"left over: { {key: count for key, count in self.semaphores.items() if count} }")
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> int:
         """Let others go on, at least until the condition holds; the device at hand."""
@@ -190,52 +200,52 @@ def rank_of(call: Call, device: int) -> int:
     return call.ring.index(device)
 
 
-def source_of(call: Call, device: int, hop: int) -> Any:
-    return call.ring[(rank_of(call, device) - call.direction * hop) % len(call.ring)]
+def source_of(call: Call, device: int, track: int, hop: int) -> Any:
+    return call.ring[(rank_of(call, device) - call.directions[track] * hop) % len(call.ring)]
 
 
-def is_busy(number: int, call: Call, device: int, hop: int) -> bool:
+def is_busy(number: int, call: Call, device: int, track: int, hop: int) -> bool:
     """Some devices have nothing to compute at some hops, and send all the same; at the first one everybody does."""
-    return hop == call.route.first or (7 * number + 3 * device + 5 * hop) % 3 > 0
+    return hop == call.route.first or (7 * number + 3 * device + 4 * track + 5 * hop) % 3 > 0
 
 
 def run_calls(monkeypatch: Any, devices: int, calls: list[list[Call]], seed: int) -> Machine:
     """Every device runs its own list of calls; calls of equal index go together."""
     machine = Machine(devices, seed)
     here = machine.here
-    fake_pl = types.SimpleNamespace(semaphore_signal=machine.signal, semaphore_wait=machine.wait)
+    fake_pl = types.SimpleNamespace(semaphore_signal=machine.signal, semaphore_wait=machine.wait, when=pl.when)
     fake_pltpu = types.SimpleNamespace(get_barrier_semaphore=machine.barrier, make_async_remote_copy=machine.copy)
     monkeypatch.setattr(protocol, "pl", fake_pl)
     monkeypatch.setattr(protocol, "pltpu", fake_pltpu)
     monkeypatch.setattr(launch, "for_hops", lambda first, last, body: [body(hop) for hop in range(first, last + 1)])
     monkeypatch.setattr(launch, "unpack_tokens", lambda *_: None)
 
-    def label(hop: int) -> Any:
-        return machine.position[here.device], source_of(here.call, here.device, hop)
+    def label(track: int, hop: int) -> Any:
+        return machine.position[here.device], source_of(here.call, here.device, track, hop), track
 
-    def read_chunk(index: int, chunk: KeyValue) -> int:
+    def read_chunk(track: int, index: int, chunk: KeyValue) -> int:
         hop = index + here.call.route.first
         for ref in chunk:
-            machine.read(ref, label(hop))
+            machine.read(ref, label(track, hop))
+        here.computed.append((hop, track))
         return hop
 
-    def fold(shape, tiling, steps, index, query, query_tokens, chunk, columns, start, stats):
-        here.computed.append(read_chunk(index, chunk.chunk))
+    def fold(track, index, query, chunk, columns, start, stats):
+        read_chunk(track.shape, index, chunk.chunk)
 
-    def grads(shape, tiling, steps, index, part, rows, chunk, tokens, d_start, d_query, d_chunk, scratch):
-        hop = read_chunk(index, chunk)
-        here.computed.append(hop)
+    def grads(track, steps, index, part, rows, chunk, tokens, d_start, d_query, d_chunk, scratch):
+        share = label(track.shape, read_chunk(track.shape, index, chunk)), frozenset({here.device})
         for ref in d_chunk:
-            machine.memory[machine.pause(), ref] = (*label(hop), frozenset({here.device}))
-            machine.read(ref, (*label(hop), frozenset({here.device})))
+            machine.memory[machine.pause(), ref] = share
+            machine.read(ref, share)
 
     def add(sums, share, block):
         for to, x in zip(sums, share, strict=True):
             device = machine.pause()
             have, new = machine.memory.get((device, to)), machine.memory[device, x]
-            machine.check(have is not None and have[:2] == new[:2], f"device {device} adds {new} to {have}")
+            machine.check(have is not None and have[0] == new[0], f"device {device} adds {new} to {have}")
             machine.read(to, have)
-            machine.memory[device, to] = None if have is None else (*have[:2], have[2] | new[2])
+            machine.memory[device, to] = None if have is None else (have[0], have[1] | new[1])
 
     monkeypatch.setattr(forward, "_fold_hop", fold)
     monkeypatch.setattr(backward, "_grads_hop", grads)
@@ -245,43 +255,41 @@ def run_calls(monkeypatch: Any, devices: int, calls: list[list[Call]], seed: int
         for number, call in enumerate(calls[device]):
             machine.pause()
             machine.position[device], here.call, here.computed = number, call, []
-            own = Travels(KeyValue(Ref("key"), Ref("value")), Tokens())
-            for ref in own.chunk:
-                machine.memory[device, ref] = number, device
             size, route, rank = len(call.ring), call.route, rank_of(call, device)
-            steps = (call.direction, -call.direction, -call.direction * route.hops)
-            neighbours = [call.ring[(rank + step) % size] for step in steps]
-            busy = {hop: is_busy(number, call, device, hop) for hop in range(route.first, route.hops + 1)}
-            listed = HopSteps(None, None, [int(x) for x in busy.values()], 0, 1)
-            buffers = types.SimpleNamespace(
-                slots=Travels(KeyValue(Ref("key slots"), Ref("value slots")), Tokens()), columns=Tokens()
-            )
-            semaphores = tuple(Ref(f"chunk {name}") for name in ("sent", "arrived", "credit"))
-            if call.kernel == "forward":
-                operands = (types.SimpleNamespace(shape=()), None, own, None)
-                forward._kernel(
-                    None,
-                    None,
-                    route,
-                    listed,
-                    (neighbours, (None, None, listed.total)),
-                    operands,
-                    ((None,) * 3, buffers),
-                    semaphores,
-                )
-            else:
-                d_semaphores = tuple(Ref(f"d_chunk {name}") for name in ("sent", "arrived", "credit"))
-                home = Ref("home sent"), Ref("home arrived")
+            computed = range(route.first, route.hops + 1)
+            neighbours, tracks, buffers = [], [], []
+            for track, direction in enumerate(call.directions):
+                own = Travels(pair("own", track), Tokens())
+                for ref in own.chunk:
+                    machine.memory[device, ref] = number, device, track
+                neighbours += [call.ring[(rank + direction * step) % size] for step in (1, -1, -route.hops)]
+                total = [int(is_busy(number, call, device, track, hop)) for hop in computed]
+                # Which track it is stands in the place of its shape, which only the compute looks at.
                 tiling = types.SimpleNamespace(block_kv=0)
-                scalars = neighbours, ((None, None, listed.total),)
-                results = None, pair("home"), pair("share"), pair("slots"), buffers
-                scratch = semaphores, d_semaphores, home, None
-                backward._kernel(None, tiling, route, (((0, 1), listed),), scalars, (None, None, own, None), results, scratch)
-                visited = {call.ring[(rank + call.direction * hop) % size]: hop for hop in busy}
-                took_part = {other for other, hop in visited.items() if is_busy(number, call, other, hop)}
-                for ref in pair("home"):
-                    machine.read(ref, (number, device, frozenset(took_part)))
-            want = [hop for hop, computes in busy.items() if computes]
+                tracks.append(Track(track, tiling, (HopSteps(None, None, total, 0, 1),), None, own))
+                buffers.append(Buffers(Travels(pair("slots", track), Tokens()), Tokens()))
+            given = tuple(each.operands for each in tracks)
+            scalars = neighbours, tuple(each.scalars for each in tracks)
+            semaphores = tuple(channel_semaphores("chunk", track) for track in range(len(tracks)))
+            if call.kernel == "forward":
+                forward._kernel(route, tuple(tracks), scalars, (None, given, None), ((None,) * 3, tuple(buffers)), semaphores)
+            else:
+                results = tuple(
+                    Results(pair("d home", track), pair("d share", track), pair("d slots", track), each)
+                    for track, each in enumerate(buffers)
+                )
+                scratch = tuple(
+                    (each, channel_semaphores("d_chunk", track), (Ref(f"home sent {track}"), Ref(f"home arrived {track}")))
+                    for track, each in enumerate(semaphores)
+                )
+                operands, parts = (None, given, None), ((0, 1),)
+                backward._kernel(route, parts, tuple(tracks), scalars, operands, (None, results), (scratch, None))
+                for track, direction in enumerate(call.directions):
+                    visited = {call.ring[(rank + direction * hop) % size]: hop for hop in computed}
+                    took_part = {other for other, hop in visited.items() if is_busy(number, call, other, track, hop)}
+                    for ref in results[track].d_chunk:
+                        machine.read(ref, ((number, device, track), frozenset(took_part)))
+            want = [(hop, i) for hop in computed for i in range(len(tracks)) if is_busy(number, call, device, i, hop)]
             machine.check(here.computed == want, f"device {device} computed {here.computed}")
         machine.position[device] = len(calls[device])
 
@@ -289,32 +297,40 @@ def run_calls(monkeypatch: Any, devices: int, calls: list[list[Call]], seed: int
     return machine
 
 
-def repeated(size: int, **options: Any) -> list[list[Call]]:
-    """Forward, backward, forward, backward on one ring, one direction after the other."""
+def repeated(size: int, ways: tuple[tuple[int, ...], ...] = (ONE_WAY, OTHER_WAY, BOTH_WAYS), **options: Any) -> list[list[Call]]:
+    """Forward, backward, forward, backward on one ring, one of `ways` after the other."""
     ring = tuple(range(size))
 
     def route(**changes):
-        return Route(**({"mesh_axes": 1, "hops": size - 1, "first": 0, "collective_id": 0} | options | changes))
+        fields = {"mesh_axes": 1, "hops": size - 1, "first": 0, "collective_id": 0, "schedule": "fused"}
+        return Route(**(fields | options | changes))
 
+    first, second, third = (ways * 3)[:3]
     calls = [
-        Call(ring, route(), "forward"),
-        Call(ring, route(), "backward"),
-        Call(ring, route(), "backward", -1),
-        Call(ring, route(first=1), "forward", -1),
-        Call(ring, route(first=1), "backward", -1),
-        Call(ring, route(), "forward"),
+        Call(ring, route(), "forward", first),
+        Call(ring, route(), "backward", first),
+        Call(ring, route(), "backward", second),
+        Call(ring, route(), "forward", third),
+        Call(ring, route(), "backward", third),
+        Call(ring, route(first=1), "forward", second),
+        Call(ring, route(first=1), "backward", second),
+        Call(ring, route(), "backward", third),
+        Call(ring, route(), "forward", first),
     ]
     return [calls] * size
 
 
-def crossed(ids: tuple[int, int]) -> list[list[Call]]:
+def crossed(ids: tuple[int, int], directions: tuple[int, ...] = ONE_WAY) -> list[list[Call]]:
     """A mesh of 2 x 3 devices: calls on rings of three and on rings of two, in turn."""
     rows, columns = [(0, 1, 2), (3, 4, 5)], [(0, 3), (1, 4), (2, 5)]
     lists = []
     for device in range(6):
         (row,) = (ring for ring in rows if device in ring)
         (column,) = (ring for ring in columns if device in ring)
-        pair = [Call(row, Route(1, 2, 0, ids[0]), "forward"), Call(column, Route(1, 1, 0, ids[1]), "backward")]
+        pair = [
+            Call(row, Route(1, 2, 0, ids[0], "fused"), "forward", directions),
+            Call(column, Route(1, 1, 0, ids[1], "fused"), "backward", directions),
+        ]
         lists.append(pair * 3)
     return lists
 
@@ -339,14 +355,18 @@ def test_rings_whose_last_hops_are_not_made(hops, monkeypatch):
     assert first_fault(monkeypatch, 5, repeated(5, hops=hops), seeds=6) is None
 
 
-def test_rings_with_other_neighbours_keep_apart(monkeypatch):
+@pytest.mark.parametrize("directions", [ONE_WAY, BOTH_WAYS], ids=str)
+def test_rings_with_other_neighbours_keep_apart(directions, monkeypatch):
     sizes = {"a": 2, "b": 3}
-    ids = hops.collective_id(("b",), sizes), hops.collective_id(("a",), sizes)
-    assert first_fault(monkeypatch, 6, crossed(ids), seeds=20) is None
+    ids = hops.collective_id(("b",), sizes, "fused"), hops.collective_id(("a",), sizes, "fused")
+    assert first_fault(monkeypatch, 6, crossed(ids, directions), seeds=10) is None
 
 
 def granted_without_signals(monkeypatch):
-    """The first credits taken for granted, not signalled after the barrier: then leaving does not prove that others entered."""
+    """The first credits taken for granted, not signalled after the barrier: then leaving does not prove that others entered.
+
+    Where chunks come from both neighbours, those prove it.
+    """
     taken = threading.local()
     grant, take, enter = protocol.Channel.grant, protocol.Channel.take, protocol.Neighbours.enter
 
@@ -365,21 +385,51 @@ def granted_without_signals(monkeypatch):
     monkeypatch.setattr(protocol.Channel, "take", lambda self: skip(taken.takes, self, take))
 
 
-FAULTS: dict[str, Callable[[Any], None]] = {
-    "no barrier": lambda patch: patch.setattr(protocol.Neighbours, "enter", lambda self: None),
-    "no credits": lambda patch: [patch.setattr(protocol.Channel, name, lambda self: None) for name in ("grant", "take")],
-    "credits not taken": lambda patch: patch.setattr(protocol.Channel, "take", lambda self: None),
-    "no wait for arrival": lambda patch: patch.setattr(protocol.Channel, "wait_arrived", lambda self, transfer: None),
-    "no wait for departure": lambda patch: patch.setattr(protocol.Channel, "wait_sent", lambda self, transfer, source: None),
-    "first credits not signalled": granted_without_signals,
+def without(*names: str) -> Callable[[Any, int], None]:
+    """These methods of the channels of one track do nothing."""
+
+    def break_them(patch: Any, track: int) -> None:
+        for name in names:
+            method = getattr(protocol.Channel, name)
+
+            def unless(self, *args, method=method):
+                return None if self.credit.name.endswith(str(track)) else method(self, *args)
+
+            patch.setattr(protocol.Channel, name, unless)
+
+    return break_them
+
+
+FAULTS: dict[str, Callable[[Any, int], None]] = {
+    "no credits": without("grant", "take"),
+    "credits not taken": without("take"),
+    "no wait for arrival": without("wait_arrived"),
+    "no wait for departure": without("wait_sent"),
 }
 
 
+def some_fault(monkeypatch: Any, ways: tuple[tuple[int, ...], ...]) -> bool:
+    return any(first_fault(monkeypatch, 5, repeated(5, ways, hops=hops)) is not None for hops in (3, 1))
+
+
+@pytest.mark.parametrize("track", [0, 1])
 @pytest.mark.parametrize("name", FAULTS)
-def test_every_part_of_the_protocol_is_needed(name, monkeypatch):
-    FAULTS[name](monkeypatch)
-    assert any(first_fault(monkeypatch, 5, repeated(5, hops=hops)) is not None for hops in (3, 1))
+def test_every_part_of_the_protocol_is_needed_by_every_track(name, track, monkeypatch):
+    FAULTS[name](monkeypatch, track)
+    assert some_fault(monkeypatch, (BOTH_WAYS,) if track else (ONE_WAY, OTHER_WAY))
 
 
-def test_rings_with_other_neighbours_need_another_barrier(monkeypatch):
-    assert first_fault(monkeypatch, 6, crossed((0, 0)), seeds=200) is not None
+@pytest.mark.parametrize("ways", [(ONE_WAY, OTHER_WAY), (BOTH_WAYS,)], ids=["one way", "both ways"])
+def test_the_barrier_is_needed(ways, monkeypatch):
+    monkeypatch.setattr(protocol.Neighbours, "enter", lambda self: None)
+    assert some_fault(monkeypatch, ways)
+
+
+def test_the_first_credits_must_be_signalled(monkeypatch):
+    granted_without_signals(monkeypatch)
+    assert some_fault(monkeypatch, (ONE_WAY, OTHER_WAY))
+
+
+@pytest.mark.parametrize("directions", [ONE_WAY, BOTH_WAYS], ids=str)
+def test_rings_with_other_neighbours_need_another_barrier(directions, monkeypatch):
+    assert first_fault(monkeypatch, 6, crossed((0, 0), directions), seeds=200) is not None

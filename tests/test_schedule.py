@@ -9,7 +9,7 @@ import pytest
 from cases import LAYOUTS
 
 from jax_ring_attention.layouts import storage_order
-from jax_ring_attention.schedule import check_schedule, needed_offsets, permutation, plan_chunks, plan_hops
+from jax_ring_attention.schedule import UNFUSED, check_schedule, needed_offsets, permutation, plan_chunks, plan_hops
 
 WINDOWS = [
     (None, None),
@@ -169,6 +169,19 @@ def test_bidirectional_halves_partition_the_chunk_and_move_opposite_ways():
 def test_a_chunk_of_one_token_is_not_halved():
     (leg,) = plan_hops("bidirectional", 4, 1)
     assert [(stream.start, stream.size) for stream in leg.streams] == [(0, 1)]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("schedule", UNFUSED)
+def test_a_fused_schedule_moves_what_its_unfused_one_does(schedule):
+    for ring_size, key_length in itertools.product(SIZES, (1, 2, 5)):
+        for wanted in itertools.product([False, True], repeat=ring_size - 1):
+            needed = np.array([True, *wanted])
+            legs = plan_hops(schedule, ring_size, key_length, needed)
+            assert legs == plan_hops(UNFUSED[schedule], ring_size, key_length, needed)
+            # Both ways, or one way where hops are left out or there is nothing to halve.
+            halved = schedule == "fused_bidirectional" and all(wanted) and key_length > 1
+            assert [len(leg.streams) for leg in legs] == [2] if halved else {len(leg.streams) for leg in legs} == {1}
 
 
 def test_permutation_is_one_full_cycle():

@@ -2,7 +2,7 @@
 
 Key and value travel as in the forward kernel; their gradients, float32, follow one hop behind, so that their transfer hides
 behind the next hop's compute. d_query stays at home. Transfer u of the gradients moves what hop u has summed; it lands in buffer
-u % 2 of the receiver, which adds its own share and sends it on from there. At hop h:
+u % 2 of the receiver, which adds its own share and sends it on from there. At hop h, each step for every track:
 
     key, value   as in `forward`
     compute      this device's share of d_key and d_value, into `share`; d_query is added to
@@ -18,7 +18,7 @@ came from there.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,134 +26,143 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_ring_attention.fused import launch
-from jax_ring_attention.fused.forward import buffers_of
-from jax_ring_attention.fused.hops import HopSteps, Route, Travels
-from jax_ring_attention.fused.protocol import SLOTS, Channel, Neighbours, deliver
+from jax_ring_attention.fused.forward import Buffers, buffers_of
+from jax_ring_attention.fused.hops import HopSteps, Route, Track, Travels
+from jax_ring_attention.fused.protocol import SLOTS, Channel, Delivery, Neighbours, deliver, let_go, open_up, pass_on, send_ahead
 from jax_ring_attention.kernels.contract import KeyValue, Rows
 from jax_ring_attention.kernels.mosaic_tpu import common
 from jax_ring_attention.kernels.mosaic_tpu import launch as pair_launch
 from jax_ring_attention.kernels.mosaic_tpu.backward import Keys, block_specs, pair_grads
-from jax_ring_attention.kernels.mosaic_tpu.common import Shape, Tiling
 from jax_ring_attention.masks import Tokens
 
 Part = tuple[int, int]
 
 
 def grads_hops(
-    shape: Shape,
-    tiling: Tiling,
-    route: Route,
-    coordinates: jax.Array,
-    parts: tuple[tuple[Part, HopSteps], ...],
-    rows: Rows,
-    query_tokens: Tokens,
-    own: Travels,
-    d_query: jax.Array,
-) -> tuple[jax.Array, KeyValue]:
-    """`d_query` with the share of the chunks of all hops added, and the gradients of this device's own chunk.
+    route: Route, coordinates: jax.Array, parts: tuple[Part, ...], tracks: tuple[Track, ...], rows: Rows, d_query: jax.Array
+) -> tuple[jax.Array, tuple[KeyValue, ...]]:
+    """`d_query` with the share of the chunks of all hops added, and the gradients of this device's own part of every track.
 
     Args:
-      parts: the units of d_query that are in VMEM at once, and the steps of every computed hop for them, key blocks outside.
+      parts: the units of d_query that are in VMEM at once.
+      tracks: with the steps of every computed hop for each part, key blocks outside.
       rows: query and d_output (B, K, G, H or Hv, T), lse and delta (B, K, G, 1, T), lse in units of log2.
       d_query: (B, K, G * T / block_q, H, block_q) float32.
       The rest is as in `forward.fold_hops`.
 
     Returns:
-      d_query, and d_key (B, K, H, S) and d_value (B, K, Hv, S), float32.
+      d_query, and per track d_key (B, K, H, S) and d_value (B, K, Hv, S), float32.
     """
-    batch, kv_heads = d_query.shape[:2]
-    one = tuple(
-        jax.ShapeDtypeStruct((batch, kv_heads, n, shape.key_length), jnp.float32) for n in (shape.head_dim, shape.value_dim)
-    )
-    d_slots = jax.tree.map(lambda x: jax.ShapeDtypeStruct((SLOTS, *x.shape), x.dtype), one)
-    results = (jax.ShapeDtypeStruct(d_query.shape, d_query.dtype), one, one, d_slots, buffers_of(own))
-    units = max(stop - start for (start, stop), _ in parts)
-    d_query, d_chunk, *_ = launch.call(
-        functools.partial(_kernel, shape, tiling, route, parts),
+    shape, tilings = tracks[0].shape, [track.tiling for track in tracks]
+    block_kv = max(tiling.block_kv for tiling in tilings)
+    units = max(stop - start for start, stop in parts)
+    d_query, results = launch.call(
+        functools.partial(_kernel, route, parts, tracks),
         name="ring_attention_fused_backward",
         route=route,
         coordinates=coordinates,
-        scalars=tuple((steps.code, steps.compared, steps.total) for _, steps in parts),
-        operands=(rows, query_tokens, own, d_query),
-        out_shape=results,
+        scalars=tuple(track.scalars for track in tracks),
+        operands=(rows, tuple(track.operands for track in tracks), d_query),
+        out_shape=(jax.ShapeDtypeStruct(d_query.shape, d_query.dtype), tuple(_results_of(track) for track in tracks)),
         scratch=(
-            Channel.semaphores(len(jax.tree.leaves(own))),
-            Channel.semaphores(2),
-            (pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA((2,))),
+            tuple(
+                (
+                    Channel.semaphores(len(jax.tree.leaves(track.own))),
+                    Channel.semaphores(2),
+                    (pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA((2,))),
+                )
+                for track in tracks
+            ),
             (
-                pltpu.VMEM((units, shape.head_dim, tiling.block_q), jnp.float32),
-                pltpu.VMEM((shape.head_dim, tiling.block_kv), shape.dtype),
-                pltpu.VMEM((tiling.block_kv, shape.value_dim), shape.dtype),
+                pltpu.VMEM((units, shape.head_dim, tilings[0].block_q), jnp.float32),
+                pltpu.VMEM((shape.head_dim, block_kv), shape.dtype),
+                pltpu.VMEM((block_kv, shape.value_dim), shape.dtype),
             ),
         ),
         vmem_limit=shape.vmem_limit,
     )
-    return d_query, KeyValue(*d_chunk)
+    return d_query, tuple(KeyValue(*result.d_chunk) for result in results)
+
+
+class Results(NamedTuple):
+    """Of one track: the gradients that came home; and what nobody reads afterwards: a share, buffers for both channels."""
+
+    d_chunk: Any
+    share: Any
+    d_slots: Any
+    buffers: Buffers
+
+
+def _results_of(track: Track) -> Results:
+    shape = track.shape
+    one = tuple(
+        jax.ShapeDtypeStruct((shape.batch, shape.kv_heads, n, shape.key_length), jnp.float32)
+        for n in (shape.head_dim, shape.value_dim)
+    )
+    d_slots = jax.tree.map(lambda x: jax.ShapeDtypeStruct((SLOTS, *x.shape), x.dtype), one)
+    return Results(one, one, d_slots, buffers_of(track.own))
 
 
 def _kernel(
-    shape: Shape,
-    tiling: Tiling,
     route: Route,
-    parts: tuple[tuple[Part, HopSteps], ...],
+    parts: tuple[Part, ...],
+    tracks: tuple[Track, ...],
     scalars: Any,
     operands: Any,
     results: Any,
     scratch: Any,
 ) -> None:
     coordinates, listed = scalars
-    rows, query_tokens, own, d_start = operands
-    d_query, d_home, share, d_slots, buffers = results
-    chunk_semaphores, d_semaphores, home_semaphores, scratch = scratch
-    lists = [(part, steps.in_memory(refs)) for (part, steps), refs in zip(parts, listed, strict=True)]
-    total, structure = lists[0][1].total, jax.tree.structure(own)
-    neighbours = Neighbours(route.mesh_axes, coordinates)
-    chunks = Channel(neighbours, jax.tree.leaves(buffers.slots), chunk_semaphores)
-    grads = Channel(neighbours, d_slots, d_semaphores)
+    rows, given, d_start = operands
+    d_query, of_track = results
+    semaphores, scratch = scratch
+    tracks = tuple(track.in_memory(*refs) for track, *refs in zip(tracks, listed, given, strict=True))
+    chunks, grads = [], []
+    for i, (track, result) in enumerate(zip(tracks, of_track, strict=True)):
+        neighbours = Neighbours(route.mesh_axes, coordinates, i)
+        chunks.append(Channel(neighbours, jax.tree.leaves(result.buffers.slots), semaphores[i][0], jax.tree.leaves(track.own)))
+        grads.append(Channel(neighbours, result.d_slots, semaphores[i][1]))
     first, last = route.first, route.hops
 
-    def compute(hop: Any, chunk: Travels, d_start: Any, share: Any) -> None:
-        launch.unpack_tokens(chunk.tokens, buffers.columns, tiling.block_kv)
-        tokens = (query_tokens, buffers.columns)
-        for part, steps in lists:
-            _grads_hop(shape, tiling, steps, hop - first, part, rows, chunk.chunk, tokens, d_start, d_query, share, scratch)
+    def compute(track: Track, columns: Tokens, hop: Any, chunk: Travels, d_start: Any, d_chunk: Any) -> None:
+        launch.unpack_tokens(chunk.tokens, columns, track.tiling.block_kv)
+        tokens = (track.query_tokens, columns)
+        for part, steps in zip(parts, track.steps, strict=True):
+            _grads_hop(track, steps, hop - first, part, rows, chunk.chunk, tokens, d_start, d_query, d_chunk, scratch)
 
-    def turn(hop: Any, source: Any, is_first: bool = False) -> None:
-        """One hop with the chunk in `source`, which landed."""
-        pl.when(hop < last)(lambda: chunks.send(hop, source))
-        chunk, sums = jax.tree.unflatten(structure, source), grads.at(hop - 1)
-        busy = total[hop - first] > 0
-        if is_first:
-            compute(hop, chunk, d_start, sums)
-        else:
-            pl.when(busy)(lambda: compute(hop, chunk, d_query, share))
-        pl.when(hop < last)(lambda: chunks.wait_sent(hop, source))
-        pl.when((hop > 0) & (hop + SLOTS - 1 < last))(chunks.grant)
-        if not is_first:
-            grads.wait_arrived(hop - 1)
-            pl.when(busy)(lambda: _add(sums, share, tiling.block_kv))
-            grads.wait_sent(hop - 1, grads.at(hop - 2))
-            pl.when(hop < last)(grads.grant)
-        pl.when(hop < last)(lambda: grads.send(hop, sums))
+    def turn(hop: Any, d_start: Any, is_first: bool = False) -> None:
+        sources = pass_on(chunks, hop, last)
+        busy = [track.is_busy(hop - first) for track in tracks]
+        for i, (track, result) in enumerate(zip(tracks, of_track, strict=True)):
+            share = functools.partial(compute, track, result.buffers.columns, hop, track.chunk(sources[i]), d_start)
+            if is_first:
+                share(grads[i].at(hop - 1))
+            else:
+                pl.when(busy[i])(functools.partial(share, result.share))
+            d_start = d_query
+        let_go(chunks, sources, hop, last)
+        for i, (track, result) in enumerate(zip(tracks, of_track, strict=True)):
+            channel, sums = grads[i], grads[i].at(hop - 1)
+            if not is_first:
+                channel.wait_arrived(hop - 1)
+                pl.when(busy[i])(functools.partial(_add, sums, result.share, track.tiling.block_kv))
+                channel.wait_sent(hop - 1, channel.at(hop - 2))
+                pl.when(hop < last)(channel.grant)
+            pl.when(hop < last)(functools.partial(channel.send, hop, sums))
 
-    def turn_arrived(hop: Any, is_first: bool = False) -> None:
-        chunks.wait_arrived(hop - 1)
-        turn(hop, chunks.at(hop - 1), is_first)
-
-    neighbours.enter()
-    for _ in range(min(SLOTS, last)):
-        chunks.grant()
+    open_up(chunks, last)
     if last > first:
-        grads.grant()
-    home = tuple(jax.tree.leaves(own))
-    if first == 0:
-        turn(0, home, is_first=True)
-    else:
-        chunks.send(0, home)
-        chunks.wait_sent(0, home)
-        turn_arrived(1, is_first=True)
-    launch.for_hops(first + 1, last, turn_arrived)
-    deliver(grads.at(last - 1), tuple(d_home), neighbours.home, home_semaphores)
+        for channel in grads:
+            channel.grant()
+    send_ahead(chunks, first)
+    turn(first, d_start, is_first=True)
+    launch.for_hops(first + 1, last, lambda hop: turn(hop, d_query))
+    deliver(
+        [
+            Delivery(channel.at(last - 1), tuple(result.d_chunk), channel.neighbours.home, each[2])
+            for channel, result, each in zip(grads, of_track, semaphores, strict=True)
+        ]
+    )
 
 
 def _add(sums: Any, share: Any, block: int) -> None:
@@ -169,8 +178,7 @@ def _add(sums: Any, share: Any, block: int) -> None:
 
 
 def _grads_hop(
-    shape: Shape,
-    tiling: Tiling,
+    track: Track,
     steps: HopSteps,
     index: Any,
     part: Part,
@@ -187,8 +195,12 @@ def _grads_hop(
     All are in HBM; d_start may be d_query. Parts after the first add to `d_chunk`.
     """
     start, stop = part
+    shape, tiling = track.shape, track.tiling
     blocks = launch.HopBlocks(steps, index)
     d_units, key_transposed, value_rows = scratch
+    if tiling.block_kv < value_rows.shape[0]:  # room for the larger blocks of another track
+        keys_here = pl.ds(0, tiling.block_kv)
+        key_transposed, value_rows = key_transposed.at[:, keys_here], value_rows.at[keys_here]
 
     def step(at: Any, operands: Any, results: Any) -> None:
         rows, chunk, tokens, carry = operands

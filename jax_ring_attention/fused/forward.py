@@ -1,15 +1,16 @@
 """Forward: every hop of one leg in one kernel.
 
 Queries and statistics stay where they are; the chunk in hand is read by the compute and by the DMA that sends it on, at the same
-time. At hop h, the chunk being that of rank - direction * h:
+time. At hop h, the chunk being that of rank - direction * h, or half of one on each of two tracks:
 
-    wait until transfer h - 1 has landed                       (hop 0: the device's own chunk)
-    take a credit, start transfer h                            (not after the last hop)
-    fold the chunk into the statistics                         (a pipeline over the listed pairs of blocks)
-    wait until transfer h has left, grant a credit             (its buffer has no reader left)
+    for each track     wait until transfer h - 1 has landed                (hop 0: the device's own chunk)
+                       take a credit, start transfer h                     (not after the last hop)
+    for each track     fold the chunk into the statistics                  (a pipeline over the listed pairs of blocks)
+    for each track     wait until transfer h has left, grant a credit      (its buffer has no reader left)
 
-The statistics are output buffers in HBM that the pipeline both reads and writes: every block of queries is visited in one run of
-steps per hop, and a pipeline ends with its last write done.
+So both directions of every link are at work before anything is computed. The statistics are output buffers in HBM that the
+pipeline both reads and writes: every block of queries is visited in one run of steps per hop and track, and a pipeline ends with
+its last write done.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jax_ring_attention.fused import launch
-from jax_ring_attention.fused.hops import HopSteps, Route, Travels
-from jax_ring_attention.fused.protocol import SLOTS, Channel, Neighbours
+from jax_ring_attention.fused.hops import Route, Track, Travels
+from jax_ring_attention.fused.protocol import SLOTS, Channel, Neighbours, let_go, open_up, pass_on, send_ahead
 from jax_ring_attention.kernels.mosaic_tpu import common
 from jax_ring_attention.kernels.mosaic_tpu import launch as pair_launch
-from jax_ring_attention.kernels.mosaic_tpu.common import LANES, Shape, Tiling
+from jax_ring_attention.kernels.mosaic_tpu.common import LANES
 from jax_ring_attention.kernels.mosaic_tpu.forward import fold_pair
 from jax_ring_attention.masks import Tokens
 from jax_ring_attention.stats import ChunkStats
@@ -50,95 +51,73 @@ def buffers_of(own: Travels) -> Buffers:
 
 
 def fold_hops(
-    shape: Shape,
-    tiling: Tiling,
-    route: Route,
-    coordinates: jax.Array,
-    steps: HopSteps,
-    query: jax.Array,
-    query_tokens: Tokens,
-    own: Travels,
-    carry: ChunkStats | None,
+    route: Route, coordinates: jax.Array, tracks: tuple[Track, ...], query: jax.Array, carry: ChunkStats | None
 ) -> ChunkStats:
-    """`carry` merged with the statistics of the chunks of all hops.
+    """`carry` merged with the statistics of the chunks of all hops, those of the first track first at every hop.
 
     Args:
       coordinates: from `hops.coordinates_of`.
-      steps: of the computed hops, query blocks outside.
+      tracks: with the steps of every computed hop, query blocks outside.
       query: (B, K, G, H, T), or twice H with `shape.split_scale`.
-      query_tokens: rows (B | 1, 1, T).
-      own: this device's own chunk.
       carry: as in the chunk kernel; None has seen no key.
     """
+    shape = tracks[0].shape
     stats = tuple(jax.ShapeDtypeStruct((*query.shape[:3], n, shape.query_length), jnp.float32) for n in (shape.value_dim, 1, 1))
     result, _ = launch.call(
-        functools.partial(_kernel, shape, tiling, route, steps),
+        functools.partial(_kernel, route, tracks),
         name="ring_attention_fused_forward",
         route=route,
         coordinates=coordinates,
-        scalars=(steps.code, steps.compared, steps.total),
-        operands=(query, query_tokens, own, carry),
-        out_shape=(stats, buffers_of(own)),
-        scratch=Channel.semaphores(len(jax.tree.leaves(own))),
+        scalars=tuple(track.scalars for track in tracks),
+        operands=(query, tuple(track.operands for track in tracks), carry),
+        out_shape=(stats, tuple(buffers_of(track.own) for track in tracks)),
+        scratch=tuple(Channel.semaphores(len(jax.tree.leaves(track.own))) for track in tracks),
         vmem_limit=shape.vmem_limit,
     )
     return ChunkStats(*result)
 
 
-def _kernel(
-    shape: Shape, tiling: Tiling, route: Route, steps: HopSteps, scalars: Any, operands: Any, results: Any, scratch: Any
-) -> None:
+def _kernel(route: Route, tracks: tuple[Track, ...], scalars: Any, operands: Any, results: Any, scratch: Any) -> None:
     coordinates, listed = scalars
-    query, query_tokens, own, carry = operands
+    query, given, carry = operands
     stats, buffers = ChunkStats(*results[0]), results[1]
-    here = steps.in_memory(listed)
-    structure = jax.tree.structure(own)
-    channel = Channel(Neighbours(route.mesh_axes, coordinates), jax.tree.leaves(buffers.slots), scratch)
-    last = route.hops
-
-    def turn(hop: Any, source: Any, start: ChunkStats | None) -> None:
-        """One hop with the chunk in `source`, which landed; `start` has the statistics so far, or None has seen no key."""
-        chunk = jax.tree.unflatten(structure, source)
-        pl.when(hop < last)(lambda: channel.send(hop, source))
-        fold = functools.partial(
-            _fold_hop, shape, tiling, here, hop - route.first, query, query_tokens, chunk, buffers.columns, start, stats
+    tracks = tuple(track.in_memory(*refs) for track, *refs in zip(tracks, listed, given, strict=True))
+    channels = tuple(
+        Channel(
+            Neighbours(route.mesh_axes, coordinates, i), jax.tree.leaves(buffers[i].slots), scratch[i], jax.tree.leaves(track.own)
         )
-        pl.when(here.total[hop - route.first] > 0)(fold)
-        pl.when(hop < last)(lambda: channel.wait_sent(hop, source))
-        pl.when((hop > 0) & (hop + SLOTS - 1 < last))(channel.grant)
+        for i, track in enumerate(tracks)
+    )
+    first, last = route.first, route.hops
 
-    def turn_arrived(hop: Any, start: ChunkStats | None = stats) -> None:
-        channel.wait_arrived(hop - 1)
-        turn(hop, channel.at(hop - 1), start)
+    def turn(hop: Any, start: ChunkStats | None) -> None:
+        """One hop; `start` has the statistics so far, or None has seen no key."""
+        sources = pass_on(channels, hop, last)
+        for track, source, buffer in zip(tracks, sources, buffers, strict=True):
+            fold = functools.partial(_fold_hop, track, hop - first, query, track.chunk(source), buffer.columns, start, stats)
+            pl.when(track.is_busy(hop - first))(fold)
+            start = stats
+        let_go(channels, sources, hop, last)
 
-    channel.neighbours.enter()
-    for _ in range(min(SLOTS, last)):
-        channel.grant()
-    home = tuple(jax.tree.leaves(own))
-    if route.first == 0:
-        turn(0, home, carry)
-    else:
-        channel.send(0, home)
-        channel.wait_sent(0, home)
-        turn_arrived(1, carry)
-    launch.for_hops(route.first + 1, last, turn_arrived)
+    open_up(channels, last)
+    send_ahead(channels, first)
+    turn(first, carry)
+    launch.for_hops(first + 1, last, lambda hop: turn(hop, stats))
 
 
 def _fold_hop(
-    shape: Shape,
-    tiling: Tiling,
-    steps: HopSteps,
+    track: Track,
     index: Any,
     query: Any,
-    query_tokens: Tokens,
     chunk: Travels,
     columns: Tokens,
     start: ChunkStats | None,
     stats: ChunkStats,
 ) -> None:
     """`stats = merge(start, statistics of the chunk in hand)`; all in HBM, `start` may be `stats`."""
+    shape, tiling, (steps,) = track.shape, track.tiling, track.steps
     launch.unpack_tokens(chunk.tokens, columns, tiling.block_kv)
-    tokens = (query_tokens, columns)
+    tokens = (track.query_tokens, columns)
     row, column = common.outer_of, common.inner_of
     blocks = launch.HopBlocks(steps, index)
 

@@ -13,7 +13,7 @@ from jax_ring_attention import compat
 from jax_ring_attention import ring as plain
 from jax_ring_attention.kernels.contract import Problem
 from jax_ring_attention.kernels.mosaic_gpu import MosaicGpuKernel
-from jax_ring_attention.schedule import Leg
+from jax_ring_attention.schedule import UNFUSED, Leg
 from jax_ring_attention.shard import Shard
 
 
@@ -22,8 +22,13 @@ def is_chosen(implementation: str | None) -> bool:
     return implementation == MosaicGpuKernel.name or (implementation is None and MosaicGpuKernel.is_preferred())
 
 
-def select_kernel(problems: tuple[Problem, ...]) -> type[MosaicGpuKernel]:
-    """`mosaic_gpu`; raises NotImplementedError where it or the machine cannot."""
+def select_kernel(schedule: str, problems: tuple[Problem, ...]) -> type[MosaicGpuKernel]:
+    """`mosaic_gpu`; raises NotImplementedError where it or the machine cannot, or chunks are to go both ways."""
+    if schedule != "fused":
+        raise NotImplementedError(
+            f"schedule={schedule!r} is a TPU kernel; on GPUs use schedule='fused', whose chunks go one way, or "
+            f"{UNFUSED[schedule]!r}."
+        )
     reasons = [reason for problem in problems if (reason := MosaicGpuKernel.refusal(problem)) is not None]
     if compat.JAX_VERSION < (0, 11, 2):
         reasons = [f"it needs jax 0.11.2 or newer (Python 3.12), this is {jax.__version__}; use schedule='ring'"]
