@@ -95,7 +95,8 @@ def ring_attention(
         arguments follow the stored order. The causal work is balanced over devices in the last two.
       schedule: "ring"; "bidirectional", which sends the halves of each chunk opposite ways, and equals "ring" where a window
         leaves hops out; "all_gather", which holds all keys at once; "fused" and "fused_bidirectional", which equal "ring" and
-        "bidirectional" but run every hop in one kernel on TPUs (implementation "mosaic_tpu", which they take by themselves).
+        "bidirectional" but run every hop in one kernel: on TPUs ("mosaic_tpu", which they take by themselves) and, "fused" and
+        forward only, on Hopper GPUs of one host ("mosaic_gpu").
       block_sizes: `BlockSizes(block_q, block_kv)`, a pair or an int: the kernel's tiling.
       deterministic: gradients are the same bit by bit from run to run. It costs "mosaic_gpu" 7 matmuls per pair of blocks
         instead of 5 in the backward pass, up to head dim 128; all else is deterministic as it is. (Flax's argument of this name
