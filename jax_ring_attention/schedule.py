@@ -15,8 +15,8 @@ from jax_ring_attention.layouts import shard_progressions
 
 Schedule = Literal["ring", "bidirectional", "all_gather", "fused", "fused_bidirectional"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
-#: Schedules that run all hops of a leg inside one kernel of `mosaic_tpu` (the first also of `mosaic_gpu`), and those that move the
-#: same by one collective a hop.
+#: Schedules that run all hops of a leg inside one kernel of `mosaic_tpu` (the first also of `mosaic_gpu`), and those that move
+#: the same by one collective a hop.
 UNFUSED = {"fused": "ring", "fused_bidirectional": "bidirectional"}
 #: Those that every implementation runs.
 PORTABLE_SCHEDULES = tuple(schedule for schedule in SCHEDULES if schedule not in UNFUSED)

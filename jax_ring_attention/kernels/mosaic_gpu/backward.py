@@ -32,17 +32,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.mosaic_gpu.common import (
     BLOCK_KV,
-    LOG2E,
     ROWS,
     WARPGROUPS,
     Shape,
+    Walk,
     backward_block_q,
     load_tokens,
     take,
     take_visits,
-    tanh,
     visible_block,
     visit_operands,
+    weights_of,
 )
 from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled
 from jax_ring_attention.masks import ActiveBlocks, Tokens
@@ -89,22 +89,13 @@ def grads_chunk(
         d_logits_ready, d_query_full, d_query_free = refs
         batch, kv_head, tile = lax.axis_index("batch"), lax.axis_index("kv_heads"), lax.axis_index("tile")
         warpgroup = lax.axis_index("warpgroup")
-        if masked:
-            row = (0 if visits.order.shape[0] == 1 else batch, tile)
-            full, active = visits.full[row], visits.active[row]
-        else:
-            full = active = shape.query_length // step_q
-        full_steps, steps = full * group, active * group
+        walk = Walk.of(visits, batch, tile, shape.query_length // step_q, repeats=group)
+        full_steps, steps = walk.full_steps, walk.steps
 
         def place(n):
-            """Head and first query of step n: all heads' full blocks, then all heads' partial ones."""
-            if not masked:
-                return kv_head * group + n // active, (n % active) * step_q
-            is_full = n < full_steps
-            count = jnp.where(is_full, full, active - full)
-            inner = jnp.where(is_full, n, n - full_steps)
-            block = visits.order[(*row, jnp.where(is_full, 0, full) + lax.rem(inner, count))]
-            return kv_head * group + lax.div(inner, count), block * step_q
+            """Head and first query of step n."""
+            head, block = walk.place(n)
+            return kv_head * group + head, block * step_q
 
         def compute(w):
             plgpu.set_max_registers(232 if masked else 240, action="increase")
@@ -137,18 +128,13 @@ def grads_chunk(
                 def weigh(d_key_acc, d_value_acc, logits_acc, d_weights_acc):
                     plgpu.wgmma(d_weights_acc, value_smem.at[mine], d_output_here.transpose((1, 0)))
                     logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
-                    lse = compat.load_whole(lse_smem.at[slot], COLUMN)
-                    factor, slope = shape.scale * LOG2E, None
-                    if (cap := shape.logits_soft_cap) is not None:
-                        logits, factor = tanh(logits * (shape.scale / cap)), cap * LOG2E
-                        slope = 1 - logits * logits
+                    lse = lax.broadcast_in_dim(compat.load_whole(lse_smem.at[slot], COLUMN), logits.shape, [1])
+                    seen = None
                     if partial:
-                        _, start = place(n)
-                        queries = pl.ds(start, step_q)
+                        queries = pl.ds(place(n)[1], step_q)
                         query_ints = load_tokens(visits.query_tokens, batch, queries, COLUMN)
                         seen = visible_block(query_ints, key_ints, shape.reach, (ROWS, step_q), (1, 0))
-                        logits = jnp.where(seen, logits, -jnp.inf)
-                    weights = jnp.exp2(logits * factor - lax.broadcast_in_dim(lse, logits.shape, [1]))
+                    weights, slope = weights_of(shape, logits, lse, seen)
                     plgpu.wgmma(d_value_acc, weights.astype(dtype), d_output_here)
                     d_logits = weights * plgpu.wgmma_accumulator_load(d_weights_acc, wait_n=1)
                     if slope is not None:

@@ -38,18 +38,18 @@ from jax_ring_attention.kernels.mosaic_gpu import backward_wide
 from jax_ring_attention.kernels.mosaic_gpu.common import (
     BLOCK_KV,
     LARGEST_GRADIENTS,
-    LOG2E,
     ROWS,
     SHARED_BYTES,
     WARPGROUPS,
     Shape,
+    Walk,
     backward_block_q,
     load_tokens,
     take,
     take_visits,
-    tanh,
     visible_block,
     visit_operands,
+    weights_of,
 )
 from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled
 from jax_ring_attention.masks import ActiveBlocks, Tokens
@@ -134,25 +134,15 @@ def _sweep(
         if masked and not what.by_key:
             tile = tiles - 1 - tile  # the longest under a causal mask goes first
         warpgroup = lax.axis_index("warpgroup")
-        if masked:
-            row = (0 if visits.order.shape[0] == 1 else batch, tile)
-            full, active = visits.full[row], visits.active[row]
-        else:
-            full = active = columns_length // step_columns
-        repeats = group if what.by_key else 1
-        full_steps, steps = full * repeats, active * repeats
+        walk = Walk.of(visits, batch, tile, columns_length // step_columns, repeats=group if what.by_key else 1)
+        full_steps, steps = walk.full_steps, walk.steps
 
         def place(n):
-            """Head and first column of step n: all heads' full blocks, then all heads' partial ones."""
+            """Head and first column of step n."""
             if not what.by_key:
-                return lax.div(row_head, jnp.int32(group)), (visits.order[(*row, n)] if masked else n) * step_columns
-            if not masked:
-                return row_head * group + n // active, (n % active) * step_columns
-            is_full = n < full_steps
-            count = jnp.where(is_full, full, active - full)
-            inner = jnp.where(is_full, n, n - full_steps)
-            block = visits.order[(*row, jnp.where(is_full, 0, full) + lax.rem(inner, count))]
-            return row_head * group + lax.div(inner, count), block * step_columns
+                return lax.div(row_head, jnp.int32(group)), (visits.order[(*walk.row, n)] if masked else n) * step_columns
+            head, block = walk.place(n)
+            return row_head * group + head, block * step_columns
 
         def zeros(dim):
             return plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
@@ -204,17 +194,13 @@ def _sweep(
                         plgpu.wgmma(d_weights_acc, second_rows_smem.at[mine], second_here.transpose((1, 0)))
                     logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=int(what.d_first))
                     lse = compat.load_whole(lse_smem.at[slot], COLUMN) if what.by_key else row_lse
-                    factor, slope = shape.scale * LOG2E, None
-                    if (cap := shape.logits_soft_cap) is not None:
-                        logits, factor = tanh(logits * (shape.scale / cap)), cap * LOG2E
-                        slope = 1 - logits * logits
+                    seen = None
                     if partial:
                         columns = pl.ds(place(n)[1], step_columns)
                         ints = row_ints, load_tokens(column_tokens, batch, columns, COLUMN)
                         query_ints, key_ints = ints[:: -1 if what.by_key else 1]
                         seen = visible_block(query_ints, key_ints, shape.reach, (ROWS, step_columns), axes)
-                        logits = jnp.where(seen, logits, -jnp.inf)
-                    weights = jnp.exp2(logits * factor - along_queries(lse))
+                    weights, slope = weights_of(shape, logits, along_queries(lse), seen)
                     if what.d_second:
                         plgpu.wgmma(accs[-1], weights.astype(dtype), second_here)
                     if what.d_first:

@@ -26,17 +26,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.mosaic_gpu.common import (
-    LOG2E,
     ROWS,
     WARPGROUPS,
     Shape,
+    Walk,
     backward_block_q,
     load_tokens,
     take,
     take_visits,
-    tanh,
     visible_block,
     visit_operands,
+    weights_of,
 )
 from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled
 from jax_ring_attention.masks import ActiveBlocks, Tokens
@@ -76,22 +76,13 @@ def grads_chunk(
         batch, kv_head, tile = lax.axis_index("batch"), lax.axis_index("kv_heads"), lax.axis_index("tile")
         warpgroup = lax.axis_index("warpgroup")
         here = (batch, pl.ds(tile * BLOCK_KV, BLOCK_KV), kv_head)
-        if masked:
-            row = (0 if visits.order.shape[0] == 1 else batch, tile)
-            full, active = visits.full[row], visits.active[row]
-        else:
-            full = active = shape.query_length // step_q
-        full_steps, steps = full * group, active * group
+        walk = Walk.of(visits, batch, tile, shape.query_length // step_q, repeats=group)
+        full_steps, steps = walk.full_steps, walk.steps
 
         def place(n):
-            """Head and first query of step n: all heads' full blocks, then all heads' partial ones."""
-            if not masked:
-                return kv_head * group + n // active, (n % active) * step_q
-            is_full = n < full_steps
-            count = jnp.where(is_full, full, active - full)
-            inner = jnp.where(is_full, n, n - full_steps)
-            block = visits.order[(*row, jnp.where(is_full, 0, full) + lax.rem(inner, count))]
-            return kv_head * group + lax.div(inner, count), block * step_q
+            """Head and first query of step n."""
+            head, block = walk.place(n)
+            return kv_head * group + head, block * step_q
 
         def sum_over_steps(step, dim):
             total = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
@@ -123,18 +114,14 @@ def grads_chunk(
                     return acc[...]
 
                 logits = pl.run_scoped(scores, plgpu.ACC(tile_shape, jnp.float32))
-                lse = compat.load_whole(lse_smem.at[slot], COLUMN)
+                lse = lax.broadcast_in_dim(compat.load_whole(lse_smem.at[slot], COLUMN), tile_shape, [1])
                 plgpu.barrier_arrive(query_free.at[slot])
-                factor, slope = shape.scale * LOG2E, None
-                if (cap := shape.logits_soft_cap) is not None:
-                    logits, factor = tanh(logits * (shape.scale / cap)), cap * LOG2E
-                    slope = 1 - logits * logits
+                seen = None
                 if partial:
                     queries = pl.ds(place(n)[1], step_q)
                     query_ints = load_tokens(visits.query_tokens, batch, queries, COLUMN)
                     seen = visible_block(query_ints, key_ints, shape.reach, tile_shape, (1, 0))
-                    logits = jnp.where(seen, logits, -jnp.inf)
-                weights = jnp.exp2(logits * factor - lax.broadcast_in_dim(lse, tile_shape, [1]))
+                weights, slope = weights_of(shape, logits, lse, seen)
                 narrow = weights.astype(dtype)
                 if slope is not None:
                     weights *= slope

@@ -104,6 +104,42 @@ def take_visits(refs: list[Any], blocks: ActiveBlocks | None, query: Tokens, key
     return Visits(listed[0], listed[1], listed[2], sides[0], sides[1])
 
 
+class Walk(NamedTuple):
+    """The blocks that a tile visits, once for each of `repeats` heads: all heads' full blocks, then all heads' partial ones.
+
+    Attributes:
+      order: reference to their numbers, and `row`, the tile's place in it; None visits blocks 0, 1, ...
+      full, active: how many are full, and how many there are.
+      full_steps, steps: as many for all repeats.
+    """
+
+    order: Any
+    row: tuple[Any, Any]
+    full: Any
+    active: Any
+    full_steps: Any
+    steps: Any
+
+    @classmethod
+    def of(cls, visits: Visits, batch: Any, tile: Any, blocks: int, repeats: int = 1) -> Walk:
+        """`blocks` are visited where nothing is listed."""
+        if visits.order is None:
+            return cls(None, (batch, tile), blocks, blocks, blocks * repeats, blocks * repeats)
+        row = (0 if visits.order.shape[0] == 1 else batch, tile)
+        full, active = visits.full[row], visits.active[row]
+        return cls(visits.order, row, full, active, full * repeats, active * repeats)
+
+    def place(self, n: Any) -> tuple[Any, Any]:
+        """Repeat and block of step n."""
+        if self.order is None:
+            return n // self.active, n % self.active
+        is_full = n < self.full_steps
+        count = jnp.where(is_full, self.full, self.active - self.full)
+        inner = jnp.where(is_full, n, n - self.full_steps)
+        block = self.order[(*self.row, jnp.where(is_full, 0, self.full) + lax.rem(inner, count))]
+        return lax.div(inner, count), block
+
+
 def visible_block(query: Tokens, key: Tokens, reach: Reach, shape: tuple[int, int], axes: tuple[int, int]) -> jax.Array:
     """Mask of one partial pair; `axes` says which axis of `shape` the query's and the key's integers run along."""
 
@@ -121,6 +157,17 @@ def visible_block(query: Tokens, key: Tokens, reach: Reach, shape: tuple[int, in
         segment = along(query.segment, axes[0])
         conditions += [segment == along(key.segment, axes[1]), segment >= 0]
     return functools.reduce(jnp.logical_and, conditions)
+
+
+def weights_of(shape: Shape, logits: jax.Array, lse: jax.Array, seen: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """Weights of a pair of blocks, 0 where not `seen`, and the soft cap's slope, if any; lse in units of log2."""
+    factor, slope = shape.scale * LOG2E, None
+    if (cap := shape.logits_soft_cap) is not None:
+        logits, factor = tanh(logits * (shape.scale / cap)), cap * LOG2E
+        slope = 1 - logits * logits
+    if seen is not None:
+        logits = jnp.where(seen, logits, -jnp.inf)
+    return jnp.exp2(logits * factor - lse), slope
 
 
 def load_tokens(refs: Tokens, batch: Any, where: Any, layout: Any) -> Tokens:
