@@ -1,8 +1,8 @@
-"""Backward chunk kernels for Hopper (sm_90) without atomic additions: d_key and d_value in one pass or two, d_query in another.
+"""Backward chunk kernels for Hopper (sm_90) without atomic additions: d_key and d_value in one pass, d_query in another.
 
 For head dims above 128, whose accumulators the one kernel of `backward.py` cannot hold, and for gradients that are the same
 bit by bit from run to run: here every number is summed by one warpgroup in a fixed order. Scores are computed once per pass:
-7 matmuls per pair of blocks, or 8 where d_key and d_value take a pass each, instead of 5.
+7 matmuls per pair of blocks instead of 5. Where d_key and d_value are too wide for one warpgroup, `backward_wide` makes them.
 
 One CTA holds 128 rows of one side, 64 for each of its two compute warpgroups; its memory warpgroup feeds them the listed blocks
 of the other side, the columns. Each side has a first array, which the scores are made of, and a second one.
@@ -12,7 +12,7 @@ of the other side, the columns. Each side has a first array, which the scores ar
     rows are queries    query    d_output    d_query
 
     S = first first'^T      dP = second second'^T - delta      P = exp2(S - lse)      dS = P * dP          (' marks columns)
-    d_first += dS first'    d_second += P second'
+    d_first += dS first'    d_second += P second'  (not for d_output, which has none)
 
 Invariants
 - `rows_filled` counts one arrival per array, once; `first_filled[slot]` and `second_filled[slot]` one for the block and, where
@@ -24,7 +24,7 @@ Invariants
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,14 +55,6 @@ from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, bu
 from jax_ring_attention.masks import ActiveBlocks, Tokens
 
 
-class Pass(NamedTuple):
-    """Which side's rows a kernel holds, and whose gradients it computes."""
-
-    by_key: bool
-    d_first: bool
-    d_second: bool
-
-
 def grads_chunk(
     shape: Shape,
     rows: Rows,
@@ -81,16 +73,16 @@ def grads_chunk(
     """
     arrays = (*rows, key, value)
     if shape.head_dim + shape.value_dim <= LARGEST_GRADIENTS:
-        d_key, d_value = _sweep(shape, Pass(True, True, True), arrays, by_key, query_tokens, key_tokens, None, rounded)
+        d_key, d_value = _sweep(shape, True, arrays, by_key, query_tokens, key_tokens, None, rounded)
     else:
         d_key, d_value = backward_wide.grads_chunk(shape, arrays, by_key, query_tokens, key_tokens, rounded)
-    (d_query,) = _sweep(shape, Pass(False, True, False), arrays, by_query, query_tokens, key_tokens, d_query, False)
+    (d_query,) = _sweep(shape, False, arrays, by_query, query_tokens, key_tokens, d_query, False)
     return d_query, d_key, d_value
 
 
 def _sweep(
     shape: Shape,
-    what: Pass,
+    rows_are_keys: bool,
     arrays: tuple[jax.Array, ...],
     blocks: ActiveBlocks | None,
     query_tokens: Tokens,
@@ -98,20 +90,20 @@ def _sweep(
     d_query: jax.Array | None,
     rounded: bool,
 ) -> list[jax.Array]:
-    """The gradients that `what` names, d_first before d_second; `d_query` is added to, None is 0."""
+    """`[d_key, d_value]`, or `[d_query]` with `d_query`, None being 0, added."""
     dtype, first_dim, second_dim = shape.dtype, shape.head_dim, shape.value_dim
     d_dtype = dtype if rounded else jnp.dtype(jnp.float32)
     step_columns = backward_block_q(first_dim)
     masked = blocks is not None
     group = shape.heads // shape.kv_heads
-    length, columns_length = (shape.key_length, shape.query_length)[:: 1 if what.by_key else -1]
-    heads = shape.kv_heads if what.by_key else shape.heads
+    length, columns_length = (shape.key_length, shape.query_length)[:: 1 if rows_are_keys else -1]
+    heads = shape.kv_heads if rows_are_keys else shape.heads
     tiles = length // BLOCK_KV
     # Axes of a tile along which the query's and the key's integers run, and along which lse and delta do.
-    axes, queries_axis = ((1, 0), 1) if what.by_key else ((0, 1), 0)
+    axes, queries_axis = ((1, 0), 1) if rows_are_keys else ((0, 1), 0)
 
     def bytes_with(stages: int) -> int:
-        rows = BLOCK_KV * (first_dim + (second_dim if what.d_first else 0))
+        rows = BLOCK_KV * (first_dim + second_dim)
         return (rows + step_columns * (STAGES * first_dim + stages * second_dim)) * dtype.itemsize
 
     second_stages = STAGES if bytes_with(STAGES) <= SHARED_BYTES else 1
@@ -121,25 +113,24 @@ def _sweep(
         query_ref, d_output_ref, lse_ref, delta_ref, key_ref, value_ref = take(refs, 6)
         d_query_ref: Any = None if d_query is None else take(refs, 1)[0]
         visits = take_visits(refs, blocks, query_tokens, key_tokens)
-        out_refs = take(refs, what.d_first + what.d_second)
-        rows_smem, first_smem, second_smem = take(refs, 3)
-        second_rows_smem: Any = take(refs, 1)[0] if what.d_first else None
+        out_refs = take(refs, 1 + rows_are_keys)
+        rows_smem, first_smem, second_smem, second_rows_smem = take(refs, 4)
         lse_smem: Any
         delta_smem: Any
-        lse_smem, delta_smem = take(refs, 2) if what.by_key else (None, None)
+        lse_smem, delta_smem = take(refs, 2) if rows_are_keys else (None, None)
         rows_filled, first_filled, second_filled, first_free, second_free = refs
         batch, row_head, tile = lax.axis_index("batch"), lax.axis_index("heads"), lax.axis_index("tile")
         sides = (key_ref, value_ref, visits.key_tokens), (query_ref, d_output_ref, visits.query_tokens)
-        (rows_ref, second_rows_ref, row_tokens), (first_ref, second_ref, column_tokens) = sides[:: 1 if what.by_key else -1]
-        if masked and not what.by_key:
+        (rows_ref, second_rows_ref, row_tokens), (first_ref, second_ref, column_tokens) = sides[:: 1 if rows_are_keys else -1]
+        if masked and not rows_are_keys:
             tile = tiles - 1 - tile  # the longest under a causal mask goes first
         warpgroup = lax.axis_index("warpgroup")
-        walk = Walk.of(visits, batch, tile, columns_length // step_columns, repeats=group if what.by_key else 1)
+        walk = Walk.of(visits, batch, tile, columns_length // step_columns, repeats=group if rows_are_keys else 1)
         full_steps, steps = walk.full_steps, walk.steps
 
         def place(n):
             """Head and first column of step n."""
-            if not what.by_key:
+            if not rows_are_keys:
                 return lax.div(row_head, jnp.int32(group)), (visits.order[(*walk.row, n)] if masked else n) * step_columns
             head, block = walk.place(n)
             return row_head * group + head, block * step_columns
@@ -158,9 +149,8 @@ def _sweep(
             row_delta: Any = None
             if masked:
                 row_ints = load_tokens(row_tokens, batch, here, ROW)
-            if what.by_key:
-                dims = [first_dim] * what.d_first + [second_dim] * what.d_second
-                sums = tuple(zeros(n) for n in dims)
+            if rows_are_keys:
+                sums: tuple[Any, ...] = (zeros(first_dim), zeros(second_dim))
             else:
                 if d_query is None:
                     sums = (zeros(first_dim),)
@@ -182,36 +172,31 @@ def _sweep(
                 def score(accs, logits_acc):
                     plgpu.wgmma(logits_acc, rows_smem.at[mine], first_here.transpose((1, 0)))
                     plgpu.barrier_wait(second_filled.at[second_slot])
-                    if not what.d_first:
-                        weigh(accs, logits_acc)
-                        return
-                    delta = compat.load_whole(delta_smem.at[second_slot], COLUMN) if what.by_key else row_delta
+                    delta = compat.load_whole(delta_smem.at[second_slot], COLUMN) if rows_are_keys else row_delta
                     # Starting at -delta makes dS = P * dP, and delta's registers die early.
                     pl.run_state(functools.partial(weigh, accs, logits_acc))(plgpu.ACC.init(along_queries(-delta)))
 
-                def weigh(accs, logits_acc, d_weights_acc=None):
-                    if what.d_first:
-                        plgpu.wgmma(d_weights_acc, second_rows_smem.at[mine], second_here.transpose((1, 0)))
-                    logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=int(what.d_first))
-                    lse = compat.load_whole(lse_smem.at[slot], COLUMN) if what.by_key else row_lse
+                def weigh(accs, logits_acc, d_weights_acc):
+                    plgpu.wgmma(d_weights_acc, second_rows_smem.at[mine], second_here.transpose((1, 0)))
+                    logits = plgpu.wgmma_accumulator_load(logits_acc, wait_n=1)
+                    lse = compat.load_whole(lse_smem.at[slot], COLUMN) if rows_are_keys else row_lse
                     seen = None
                     if partial:
                         columns = pl.ds(place(n)[1], step_columns)
                         ints = row_ints, load_tokens(column_tokens, batch, columns, COLUMN)
-                        query_ints, key_ints = ints[:: -1 if what.by_key else 1]
+                        query_ints, key_ints = ints[:: -1 if rows_are_keys else 1]
                         seen = visible_block(query_ints, key_ints, shape.reach, (ROWS, step_columns), axes)
                     weights, slope = weights_of(shape, logits, along_queries(lse), seen)
-                    if what.d_second:
-                        plgpu.wgmma(accs[-1], weights.astype(dtype), second_here)
-                    if what.d_first:
-                        d_logits = weights * plgpu.wgmma_accumulator_load(d_weights_acc, wait_n=int(what.d_second))
-                        if slope is not None:
-                            d_logits *= slope
-                        if not what.d_second:
-                            plgpu.barrier_arrive(second_free.at[second_slot])
-                        plgpu.wgmma(accs[0], d_logits.astype(dtype), first_here)
-                    if what.d_second:
-                        plgpu.wgmma_wait(int(what.d_first))
+                    if rows_are_keys:
+                        plgpu.wgmma(accs[1], weights.astype(dtype), second_here)
+                    d_logits = weights * plgpu.wgmma_accumulator_load(d_weights_acc, wait_n=int(rows_are_keys))
+                    if slope is not None:
+                        d_logits *= slope
+                    if not rows_are_keys:
+                        plgpu.barrier_arrive(second_free.at[second_slot])
+                    plgpu.wgmma(accs[0], d_logits.astype(dtype), first_here)
+                    if rows_are_keys:
+                        plgpu.wgmma_wait(1)
                         plgpu.barrier_arrive(second_free.at[second_slot])
                     plgpu.wgmma_wait(0)
 
@@ -222,8 +207,8 @@ def _sweep(
             sums = lax.fori_loop(jnp.int32(0), jnp.int32(full_steps), functools.partial(step, partial=False), sums)
             if masked:
                 sums = lax.fori_loop(full_steps, steps, functools.partial(step, partial=True), sums)
-            if what.by_key and what.d_first:
-                sums = (sums[0] * shape.scale, *sums[1:])
+            if rows_are_keys:
+                sums = (sums[0] * shape.scale, sums[1])
             for d, target in zip(sums, out_refs, strict=True):
                 d = d.astype(target.dtype)
                 if rounded and d.shape[1] == first_dim:
@@ -242,8 +227,7 @@ def _sweep(
             plgpu.set_max_registers(40 if masked else 24, action="decrease")
             here = (batch, pl.ds(tile * BLOCK_KV, BLOCK_KV), row_head)
             plgpu.copy_gmem_to_smem(rows_ref.at[here], rows_smem, rows_filled)
-            if what.d_first:
-                plgpu.copy_gmem_to_smem(second_rows_ref.at[here], second_rows_smem, rows_filled)
+            plgpu.copy_gmem_to_smem(second_rows_ref.at[here], second_rows_smem, rows_filled)
 
             def fetch(n, wait, stages, free, filled, block, block_smem, vector, vector_smem):
                 head, start = place(n)
@@ -275,17 +259,17 @@ def _sweep(
         tiled(BLOCK_KV, first_dim, dtype=dtype),
         tiled(STAGES, step_columns, first_dim, dtype=dtype),
         tiled(second_stages, step_columns, second_dim, dtype=dtype),
-        *([tiled(BLOCK_KV, second_dim, dtype=dtype)] if what.d_first else []),
-        *(vectors if what.by_key else []),
-        plgpu.Barrier(num_arrivals=1 + what.d_first),
-        plgpu.Barrier(num_arrivals=1 + what.by_key, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=1 + what.by_key, num_barriers=second_stages),
+        tiled(BLOCK_KV, second_dim, dtype=dtype),
+        *(vectors if rows_are_keys else []),
+        plgpu.Barrier(num_arrivals=2),
+        plgpu.Barrier(num_arrivals=1 + rows_are_keys, num_barriers=STAGES),
+        plgpu.Barrier(num_arrivals=1 + rows_are_keys, num_barriers=second_stages),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
         plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=second_stages),
     )
     carry = [] if d_query is None else [d_query]
     operands: list[Any] = [*arrays, *carry, *visit_operands(blocks, query_tokens, key_tokens)]
-    dims = [first_dim] * what.d_first + [second_dim] * what.d_second
+    dims = [first_dim, second_dim] if rows_are_keys else [first_dim]
     out = tuple(jax.ShapeDtypeStruct((shape.batch, length, heads, n), d_dtype) for n in dims)
     run = build(kernel, out, scratch, {"batch": shape.batch, "heads": heads, "tile": tiles})
     return list(compat.call_without_varying(run, *operands))
