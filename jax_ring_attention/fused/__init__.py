@@ -36,9 +36,10 @@ def select_kernel(
         return mosaic_gpu.select_kernel(schedule, problems)
     unfused = UNFUSED[schedule]
     if implementation not in (None, MosaicTpuKernel.name):
+        kernels = "'mosaic_gpu' or 'mosaic_tpu'" if schedule == "fused" else "'mosaic_tpu'"
         raise ValueError(
-            f"schedule={schedule!r} is one kernel of implementation='mosaic_tpu' ('fused' also of 'mosaic_gpu'), not of "
-            f"{implementation!r}; leave implementation out, or use schedule={unfused!r}, which runs every implementation."
+            f"schedule={schedule!r} is one kernel of implementation={kernels}, not of {implementation!r}; leave "
+            f"implementation out, or use schedule={unfused!r}, which runs every implementation."
         )
     if jax.default_backend() == "cpu" and compat.tpu_chip() is None and not compat.emulates_tpu():
         raise NotImplementedError(
