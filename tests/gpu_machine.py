@@ -403,10 +403,10 @@ class Simulation:
     def __init__(self, patch: Any, devices: int, seed: int) -> None:
         from jax_ring_attention.fused.mosaic_gpu import forward, protocol
         from jax_ring_attention.kernels.mosaic_gpu import forward as chunk_forward
-        from jax_ring_attention.kernels.mosaic_gpu import item
+        from jax_ring_attention.kernels.mosaic_gpu import item, launch
 
         self.patch, self.devices, self.seed, self.device = patch, devices, seed, 0
-        self.modules = forward, protocol, item, chunk_forward
+        self.item, self.modules = item, (forward, protocol, item, launch, chunk_forward)
         self.calls: list[Any] = []
         self.results: Any = None
         patch.setattr(compat, "multiprocessors", lambda: 4)
@@ -437,8 +437,8 @@ class Simulation:
         machine, self.calls, self.results = Machine(self.devices, self.seed), [], None
         fake = fakes(machine)
         with self.patch.context() as patch:
-            patch.setattr(self.modules[0], "tiled", fake["tiled"])
-            patch.setattr(self.modules[0], "plgpu", fake["plgpu"])
+            patch.setattr(self.item, "tiled", fake["tiled"])  # it says what is in shared memory
+            patch.setattr(self.item, "plgpu", fake["plgpu"])
             everywhere()
         if self.calls:
             with self.patch.context() as patch:

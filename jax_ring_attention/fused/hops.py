@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ring_attention import compat
+from jax_ring_attention.fused.common import manual_mesh
 from jax_ring_attention.kernels.contract import KeyValue
 from jax_ring_attention.kernels.mosaic_tpu import MosaicTpuKernel, common
 from jax_ring_attention.kernels.mosaic_tpu.common import Shape, Tiling
@@ -106,13 +106,9 @@ class Track(NamedTuple):
 
 def route_of(ring: Ring, leg: Leg) -> Route:
     """Raises NotImplementedError where some mesh axes are not manual, or the ring's are not adjacent (`collective_id`)."""
-    sizes, schedule = jax.sharding.get_abstract_mesh().shape, ring.fused
+    schedule = ring.fused
     assert schedule is not None, "asked of fused rings only"
-    if automatic := [name for name, size in sizes.items() if size > 1 and name not in compat.manual_axes()]:
-        raise NotImplementedError(
-            f"schedule={schedule!r} addresses devices by all their mesh coordinates, and the axes {automatic} are not manual "
-            f"here; make shard_map manual over them too, pass global arrays, or use schedule={UNFUSED[schedule]!r}."
-        )
+    sizes = manual_mesh(schedule)
     number = collective_id(ring.axis_name, sizes, schedule)
     return Route(len(sizes), leg.streams[0].hops, 0 if leg.home else 1, number, schedule)
 

@@ -12,10 +12,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jax_ring_attention import compat
+from jax_ring_attention.fused.common import vmap_message
 from jax_ring_attention.fused.hops import HopSteps, Route
 from jax_ring_attention.kernels.mosaic_tpu.common import LANES
 from jax_ring_attention.masks import Tokens
-from jax_ring_attention.schedule import UNFUSED
 
 HBM = pltpu.MemorySpace.HBM
 
@@ -61,17 +61,10 @@ def call(
         ),
         name=name,
     )
-    inputs = compat.unbatchable(inputs, _vmap_message(route.schedule))
+    inputs = compat.unbatchable(inputs, vmap_message(route.schedule))
     with jax.enable_x64(False):  # `emit_pipeline` of 0.10 counts its steps in 64 bits otherwise, and does not compile
         results = compat.call_without_varying(run, *inputs, axes=axes)
     return jax.tree.unflatten(out_structure, results)
-
-
-def _vmap_message(schedule: str) -> str:
-    return (
-        f"jax.vmap over schedule={schedule!r} would run one ring for every element, and its kernel has no such axis; make the "
-        f"mapped axis part of the batch B, or use schedule={UNFUSED[schedule]!r}."
-    )
 
 
 class HopBlocks:

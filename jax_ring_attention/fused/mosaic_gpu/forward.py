@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ring_attention import compat
+from jax_ring_attention.fused.common import vmap_message
 from jax_ring_attention.fused.mosaic_gpu.protocol import SLOTS, Channel, Counters, Neighbours, fence
 from jax_ring_attention.fused.mosaic_gpu.route import HopLists, Route
 from jax_ring_attention.kernels.contract import KeyValue
@@ -56,18 +57,13 @@ from jax_ring_attention.kernels.mosaic_gpu.item import (
     start_turns,
     store,
 )
-from jax_ring_attention.kernels.mosaic_gpu.launch import ROW, STAGES, build, tiled
+from jax_ring_attention.kernels.mosaic_gpu.launch import ROW, STAGES, build
 from jax_ring_attention.masks import Tokens
 from jax_ring_attention.stats import ChunkStats
 
 #: What one copying CTA sends, in bytes a second: 128 KB are on the way, for some microseconds. And what a GPU computes, in
 #: operations a second. Both are guesses until several GPUs have been measured.
 _CTA_RATE, _COMPUTE_RATE = 40e9, 6e14
-
-_VMAP_MESSAGE = (
-    "jax.vmap over schedule='fused' would run one ring for every element, and its kernel has no such axis; make the mapped axis "
-    "part of the batch B, or use schedule='ring'."
-)
 
 
 def copying_ctas(shape: Shape) -> int:
@@ -107,8 +103,7 @@ def fold_hops(
         result_refs = take(refs, 3)
         slot_refs = KeyValue(*take(refs, 2))
         running_refs = [take(refs, 1)[0] if between else result_refs[0], *result_refs[1:]]
-        members = [*take(refs, 3), take(refs, 1)[0] if staged else None, *refs]
-        shared = Shared(*members)
+        shared = Shared.take(refs, with_out=staged)
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
         channel = Channel(route, copying, computing, Neighbours.of(route), Counters.of(route))
         worker = cta - copying
@@ -261,19 +256,6 @@ def fold_hops(
 
             channel.leave(cta)
 
-    scratch = (
-        tiled(FORWARD_BLOCK_Q, shape.head_dim, dtype=shape.dtype),
-        tiled(STAGES, block_kv, shape.head_dim, dtype=shape.dtype),
-        tiled(STAGES, block_kv, shape.value_dim, dtype=shape.dtype),
-        *([tiled(FORWARD_BLOCK_Q, shape.value_dim, dtype=shape.dtype)] if staged else []),
-        plgpu.Barrier(num_barriers=WARPGROUPS),
-        plgpu.Barrier(num_barriers=STAGES),
-        plgpu.Barrier(num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
-        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=WARPGROUPS),
-    )
     rows = jax.ShapeDtypeStruct((shape.batch, shape.heads, shape.query_length), jnp.float32)
     running = jax.ShapeDtypeStruct((*query.shape[:3], shape.value_dim), jnp.float32)
     output = jax.ShapeDtypeStruct(running.shape, shape.dtype) if finish else running
@@ -281,8 +263,8 @@ def fold_hops(
     slots = [jax.ShapeDtypeStruct((SLOTS * x.shape[0], *x.shape[1:]), x.dtype) for x in own]
     operands = [query, *own, *(carry or ()), *visit_operands(*lists)]
     out_type = (output, rows, rows, *slots, *([running] if between else []))
-    run = build(kernel, out_type, scratch, {"cta": copying + computing})
-    return ChunkStats(*compat.call_without_varying(run, *compat.unbatchable(operands, _VMAP_MESSAGE))[:3])
+    run = build(kernel, out_type, tuple(Shared.scratch(shape, with_out=staged)), {"cta": copying + computing})
+    return ChunkStats(*compat.call_without_varying(run, *compat.unbatchable(operands, vmap_message("fused")))[:3])
 
 
 def when(condition: Any) -> Callable[[Callable[[], None]], None]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ring_attention import compat
+from jax_ring_attention.fused.common import manual_mesh
 from jax_ring_attention.kernels.mosaic_gpu import MosaicGpuKernel
 from jax_ring_attention.kernels.mosaic_gpu.common import FORWARD_BLOCK_Q, forward_block_kv
 from jax_ring_attention.masks import ActiveBlocks, Tokens
@@ -41,12 +41,7 @@ class Route(NamedTuple):
 
 def route_of(ring: Ring, leg: Leg) -> Route:
     """Raises NotImplementedError where some mesh axes are not manual: the kernel asks for all its coordinates."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    if automatic := [name for name, size in sizes.items() if size > 1 and name not in compat.manual_axes()]:
-        raise NotImplementedError(
-            f"schedule='fused' addresses devices by all their mesh coordinates, and the axes {automatic} are not manual here; "
-            "make shard_map manual over them too, pass global arrays, or use schedule='ring'."
-        )
+    sizes = manual_mesh("fused")
     (stream,) = leg.streams
     return Route(stream.hops, 0 if leg.home else 1, stream.direction, tuple(sizes.items()), ring.axis_name)
 

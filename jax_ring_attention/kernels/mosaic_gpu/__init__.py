@@ -18,12 +18,11 @@ import jax.numpy as jnp
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.contract import Kernel, KeyValue, Problem, Rows, Scope, pad_to, padded_tokens, silence_empty_rows
 from jax_ring_attention.kernels.mosaic_gpu.common import (
-    BLOCK_KV,
     FORWARD_BLOCK_Q,
-    LARGEST_GRADIENTS,
     LOG2E,
     NO_KEYS,
     Shape,
+    backward_block_kv,
     backward_block_q,
     forward_block_kv,
 )
@@ -209,8 +208,7 @@ class MosaicGpuKernel(Kernel):
     ) -> tuple[jax.Array, Any, KeyValue]:
         tokens = self.tokens(scope)
         step = backward_block_q(self.head_dim)
-        wide = self.head_dim + self.value_dim > LARGEST_GRADIENTS
-        blocks = self.blocks(scope, step, BLOCK_KV // 2 if wide else BLOCK_KV, by_query=False)
+        blocks = self.blocks(scope, step, backward_block_kv(self.shape), by_query=False)
         from jax_ring_attention.kernels.mosaic_gpu import backward, backward_split  # see the module docstring
 
         if self._splits_backward:

@@ -44,7 +44,7 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
     visit_operands,
     weights_of,
 )
-from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled
+from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled, zeros
 from jax_ring_attention.masks import ActiveBlocks, Tokens
 
 
@@ -169,7 +169,7 @@ def grads_chunk(
                 plgpu.barrier_arrive(query_free.at[slot])
                 return d_key, d_value
 
-            zero = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
+            zero = zeros(dim)
             state = lax.fori_loop(jnp.int32(0), jnp.int32(full_steps), functools.partial(step, partial=False), (zero, zero))
             if masked:
                 state = lax.fori_loop(full_steps, steps, functools.partial(step, partial=True), state)

@@ -37,7 +37,6 @@ from jax_ring_attention.kernels.contract import Rows
 from jax_ring_attention.kernels.mosaic_gpu import backward_wide
 from jax_ring_attention.kernels.mosaic_gpu.common import (
     BLOCK_KV,
-    LARGEST_GRADIENTS,
     ROWS,
     SHARED_BYTES,
     WARPGROUPS,
@@ -45,13 +44,14 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
     Walk,
     backward_block_q,
     load_tokens,
+    splits_gradients,
     take,
     take_visits,
     visible_block,
     visit_operands,
     weights_of,
 )
-from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled
+from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled, zeros
 from jax_ring_attention.masks import ActiveBlocks, Tokens
 
 
@@ -69,13 +69,14 @@ def grads_chunk(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `backward.grads_chunk`, for key (B, S, K, D) and value (B, S, K, Dv), Dv <= D multiples of 64 up to 256.
 
-    `by_key` lists blocks of `backward_block_q(D)` queries for every 128 keys, `by_query` as many keys for every 128 queries.
+    `by_key` lists blocks of `backward_block_q(D)` queries for every `backward_block_kv(shape)` keys, `by_query` as many keys for
+    every 128 queries.
     """
     arrays = (*rows, key, value)
-    if shape.head_dim + shape.value_dim <= LARGEST_GRADIENTS:
-        d_key, d_value = _sweep(shape, True, arrays, by_key, query_tokens, key_tokens, None, rounded)
-    else:
+    if splits_gradients(shape):
         d_key, d_value = backward_wide.grads_chunk(shape, arrays, by_key, query_tokens, key_tokens, rounded)
+    else:
+        d_key, d_value = _sweep(shape, True, arrays, by_key, query_tokens, key_tokens, None, rounded)
     (d_query,) = _sweep(shape, False, arrays, by_query, query_tokens, key_tokens, d_query, False)
     return d_query, d_key, d_value
 
@@ -131,12 +132,9 @@ def _sweep(
         def place(n):
             """Head and first column of step n."""
             if not rows_are_keys:
-                return lax.div(row_head, jnp.int32(group)), (visits.order[(*walk.row, n)] if masked else n) * step_columns
+                return lax.div(row_head, jnp.int32(group)), walk.block(n) * step_columns
             head, block = walk.place(n)
             return row_head * group + head, block * step_columns
-
-        def zeros(dim):
-            return plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
 
         def along_queries(x):
             return lax.broadcast_in_dim(x, (ROWS, step_columns), [queries_axis])

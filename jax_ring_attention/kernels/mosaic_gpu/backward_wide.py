@@ -38,11 +38,8 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
     visit_operands,
     weights_of,
 )
-from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled
+from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, build, tiled, zeros
 from jax_ring_attention.masks import ActiveBlocks, Tokens
-
-#: Keys of a CTA.
-BLOCK_KV = ROWS
 
 
 def grads_chunk(
@@ -75,7 +72,7 @@ def grads_chunk(
         rows_filled, query_filled, d_output_filled, query_free, d_output_free, weights_full, weights_free = refs
         batch, kv_head, tile = lax.axis_index("batch"), lax.axis_index("kv_heads"), lax.axis_index("tile")
         warpgroup = lax.axis_index("warpgroup")
-        here = (batch, pl.ds(tile * BLOCK_KV, BLOCK_KV), kv_head)
+        here = (batch, pl.ds(tile * ROWS, ROWS), kv_head)
         walk = Walk.of(visits, batch, tile, shape.query_length // step_q, repeats=group)
         full_steps, steps = walk.full_steps, walk.steps
 
@@ -85,8 +82,7 @@ def grads_chunk(
             return kv_head * group + head, block * step_q
 
         def sum_over_steps(step, dim):
-            total = plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
-            total = lax.fori_loop(jnp.int32(0), jnp.int32(full_steps), functools.partial(step, partial=False), total)
+            total = lax.fori_loop(jnp.int32(0), jnp.int32(full_steps), functools.partial(step, partial=False), zeros(dim))
             return lax.fori_loop(full_steps, steps, functools.partial(step, partial=True), total) if masked else total
 
         def finish(total, target, staging):
@@ -196,8 +192,8 @@ def grads_chunk(
 
     vector = plgpu.SMEM((STAGES, step_q), jnp.float32)
     scratch = (
-        tiled(BLOCK_KV, key_dim, dtype=dtype),
-        tiled(BLOCK_KV, value_dim, dtype=dtype),
+        tiled(ROWS, key_dim, dtype=dtype),
+        tiled(ROWS, value_dim, dtype=dtype),
         tiled(STAGES, step_q, key_dim, dtype=dtype),
         tiled(STAGES, step_q, value_dim, dtype=dtype),
         vector,
@@ -214,6 +210,6 @@ def grads_chunk(
     out = tuple(
         jax.ShapeDtypeStruct((shape.batch, shape.key_length, shape.kv_heads, dim), d_dtype) for dim in (key_dim, value_dim)
     )
-    grid = {"batch": shape.batch, "kv_heads": shape.kv_heads, "tile": shape.key_length // BLOCK_KV}
+    grid = {"batch": shape.batch, "kv_heads": shape.kv_heads, "tile": shape.key_length // ROWS}
     operands = [*arrays, *visit_operands(blocks, query_tokens, key_tokens)]
     return list(compat.call_without_varying(build(kernel, out, scratch, grid), *operands))

@@ -1,4 +1,4 @@
-"""What the two Hopper kernels share: sizes, masks of partial blocks, arithmetic. Importable without Pallas."""
+"""What the Hopper kernels share: sizes, masks of partial blocks, arithmetic. Importable without Pallas."""
 
 from __future__ import annotations
 
@@ -52,6 +52,16 @@ class Shape(NamedTuple):
     scale: float
     logits_soft_cap: float | None
     reach: Reach
+
+
+def splits_gradients(shape: Shape) -> bool:
+    """Whether d_key and d_value are too wide for one compute warpgroup to hold both: `backward_wide`."""
+    return shape.head_dim + shape.value_dim > LARGEST_GRADIENTS
+
+
+def backward_block_kv(shape: Shape) -> int:
+    """Keys of a CTA that sums d_key and d_value."""
+    return ROWS if splits_gradients(shape) else BLOCK_KV
 
 
 def alternates(shape: Shape) -> bool:
@@ -127,7 +137,13 @@ class Walk(NamedTuple):
             return cls(None, (batch, tile), blocks, blocks, blocks * repeats, blocks * repeats)
         row = (0 if visits.order.shape[0] == 1 else batch, tile)
         full, active = visits.full[row], visits.active[row]
+        if repeats == 1:
+            return cls(visits.order, row, full, active, full, active)
         return cls(visits.order, row, full, active, full * repeats, active * repeats)
+
+    def block(self, n: Any) -> Any:
+        """The n-th block of one repeat."""
+        return n if self.order is None else self.order[(*self.row, n)]
 
     def place(self, n: Any) -> tuple[Any, Any]:
         """Repeat and block of step n."""
@@ -159,12 +175,17 @@ def visible_block(query: Tokens, key: Tokens, reach: Reach, shape: tuple[int, in
     return functools.reduce(jnp.logical_and, conditions)
 
 
+def capped(shape: Shape, products: jax.Array) -> tuple[jax.Array, float]:
+    """Logits but for a factor, and that factor, which makes them units of log2."""
+    if (cap := shape.logits_soft_cap) is None:
+        return products, shape.scale * LOG2E
+    return tanh(products * (shape.scale / cap)), cap * LOG2E
+
+
 def weights_of(shape: Shape, logits: jax.Array, lse: jax.Array, seen: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """Weights of a pair of blocks, 0 where not `seen`, and the soft cap's slope, if any; lse in units of log2."""
-    factor, slope = shape.scale * LOG2E, None
-    if (cap := shape.logits_soft_cap) is not None:
-        logits, factor = tanh(logits * (shape.scale / cap)), cap * LOG2E
-        slope = 1 - logits * logits
+    logits, factor = capped(shape, logits)
+    slope = None if shape.logits_soft_cap is None else 1 - logits * logits
     if seen is not None:
         logits = jnp.where(seen, logits, -jnp.inf)
     return jnp.exp2(logits * factor - lse), slope

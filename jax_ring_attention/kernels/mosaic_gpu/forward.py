@@ -36,6 +36,7 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
     ROWS,
     WARPGROUPS,
     Shape,
+    Walk,
     alternates,
     forward_block_kv,
     load_tokens,
@@ -121,10 +122,9 @@ def fold_chunk(
         carry_refs = take(refs, 0 if carry is None else 3)
         visits = take_visits(refs, blocks, query_tokens, key_tokens)
         out_refs = take(refs, 3)
-        buffers = take(refs, 3)
-        out_smem = take(refs, 1)[0] if persistent else buffers[0]
+        shared = Shared.take(refs, with_out=persistent)
         prefetched = Prefetched(*take(refs, 2)) if prefetches else None
-        shared = Shared(*(*buffers, out_smem, *refs))
+        out_smem = shared.out if persistent else shared.query
         warpgroup = lax.axis_index("warpgroup")
         items: Any = 1
         if persistent:
@@ -143,25 +143,22 @@ def fold_chunk(
         def rows_of(tile, w):
             return pl.ds(tile * FORWARD_BLOCK_Q + w * ROWS, ROWS)
 
-        if masked:
-            batch, _, tile = place(0)
-            row = (0 if visits.order.shape[0] == 1 else batch, tile)
-            full, active = visits.full[row], visits.active[row]
-        else:
-            full = active = shape.key_length // block_kv
+        batch, _, tile = place(0) if masked else (None, None, None)
+        walk = Walk.of(visits, batch, tile, shape.key_length // block_kv)
+        active = walk.active
         steps = items * active if persistent else active
 
         def key_start(n):
-            return (visits.order[(*row, n)] if masked else n) * block_kv
+            return walk.block(n) * block_kv
 
         def compute(w, item):
             batch, head, tile = place(item)
             here = Place(batch, head, rows_of(tile, w))
             query_ints = load_tokens(visits.query_tokens, batch, here.rows, ROW) if masked else Tokens()
             plgpu.barrier_wait(shared.query_filled.at[w])
-            visited = Visited(key_start, full, active, item * active if persistent else 0, steps)
+            visited = Visited(key_start, walk.full, active, item * active if persistent else 0, steps)
             state = fold_blocks(shape, shared, w, visits, query_ints, batch, visited, reused=persistent)
-            staging = shared.out.at[own_rows(w)] if dim == shape.head_dim else None
+            staging = out_smem.at[own_rows(w)] if dim == shape.head_dim else None
             if carry is not None:
                 state = merge_carry(carry_refs, prefetched, state, here, w)
             store(out_refs, state, here, dtype, finish, staging, reused=persistent)
@@ -222,18 +219,8 @@ def fold_chunk(
                 fetch(step, wait=True)
 
     scratch = (
-        tiled(FORWARD_BLOCK_Q, shape.head_dim, dtype=dtype),
-        tiled(STAGES, block_kv, shape.head_dim, dtype=dtype),
-        tiled(STAGES, block_kv, dim, dtype=dtype),
-        *([tiled(FORWARD_BLOCK_Q, dim, dtype=dtype)] if persistent else []),
+        *Shared.scratch(shape, with_out=persistent),
         *([tiled(FORWARD_BLOCK_Q, dim, dtype=jnp.float32, columns=32), plgpu.Barrier()] if prefetches else []),
-        plgpu.Barrier(num_barriers=WARPGROUPS),
-        plgpu.Barrier(num_barriers=STAGES),
-        plgpu.Barrier(num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
-        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
-        plgpu.Barrier(num_arrivals=WARPGROUPS),
     )
     operands = [query, key, value, *(carry or ()), *visit_operands(blocks, query_tokens, key_tokens)]
     rows = jax.ShapeDtypeStruct((shape.batch, shape.heads, shape.query_length), jnp.float32)

@@ -26,16 +26,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ring_attention import compat
 from jax_ring_attention.kernels.mosaic_gpu.common import (
-    LOG2E,
+    FORWARD_BLOCK_Q,
     ROWS,
+    WARPGROUPS,
     Shape,
     Visits,
     alternates,
+    capped,
+    forward_block_kv,
     load_tokens,
-    tanh,
+    take,
     visible_block,
 )
-from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES
+from jax_ring_attention.kernels.mosaic_gpu.launch import COLUMN, ROW, STAGES, tiled, zeros
 from jax_ring_attention.masks import Tokens
 
 #: The maximum is floored here inside exponents, so that a row without keys gives exp2(-inf) = 0.
@@ -51,7 +54,7 @@ class State(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers of a CTA; `forward` says what they hold and count."""
+    """Shared memory and barriers of a CTA; `forward` says what they hold and count. `out` may be None."""
 
     query: Any
     key: Any
@@ -64,6 +67,30 @@ class Shared(NamedTuple):
     key_free: Any
     value_free: Any
     turn: Any
+
+    @staticmethod
+    def scratch(shape: Shape, with_out: bool) -> list[Any]:
+        """What `take` takes, in order."""
+        block_kv, dtype = forward_block_kv(shape), shape.dtype
+        return [
+            tiled(FORWARD_BLOCK_Q, shape.head_dim, dtype=dtype),
+            tiled(STAGES, block_kv, shape.head_dim, dtype=dtype),
+            tiled(STAGES, block_kv, shape.value_dim, dtype=dtype),
+            *([tiled(FORWARD_BLOCK_Q, shape.value_dim, dtype=dtype)] if with_out else []),
+            plgpu.Barrier(num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ]
+
+    @classmethod
+    def take(cls, refs: list[Any], with_out: bool) -> Shared:
+        """Remove the references to `scratch`."""
+        tiles, (out,) = take(refs, 3), take(refs, 1) if with_out else [None]
+        return cls(*[*tiles, out, *take(refs, 7)])
 
 
 class Prefetched(NamedTuple):
@@ -135,9 +162,7 @@ def fold_blocks(
 
     def weigh(n, logits, total, maximum, partial):
         """Weights of a block, sum and maximum with it, and what the output so far is to be multiplied with."""
-        factor = shape.scale * LOG2E
-        if (cap := shape.logits_soft_cap) is not None:
-            logits, factor = tanh(logits * (shape.scale / cap)), cap * LOG2E
+        logits, factor = capped(shape, logits)
         if partial:
             columns = pl.ds(visited.key_start(n), block_kv)
             key_ints = load_tokens(visits.key_tokens, batch, columns, COLUMN)
@@ -231,7 +256,7 @@ def fold_blocks(
         return State(add_values(n, output, narrow, after_issue=await_next_key), total, maximum)
 
     state = State(
-        plgpu.layout_cast(jnp.zeros((ROWS, shape.value_dim), jnp.float32), plgpu.Layout.WGMMA),
+        zeros(shape.value_dim),
         plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW),
         plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW),
     )

@@ -1,13 +1,14 @@
-"""What the two Hopper kernels share that needs Pallas: register layouts, shared memory, and the launch."""
+"""What the Hopper kernels share that needs Pallas: register layouts, shared memory, and the launch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_ring_attention.kernels.mosaic_gpu.common import WARPGROUPS
+from jax_ring_attention.kernels.mosaic_gpu.common import ROWS, WARPGROUPS
 
 #: Slots of every ring of shared-memory buffers.
 STAGES = 2
@@ -20,6 +21,11 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 def tiled(*dims: int, dtype: Any, columns: int = 64) -> Any:
     """Shared memory as wgmma and TMA want it: tiles of 8 x `columns` numbers, 128 bytes wide, swizzled."""
     return plgpu.SMEM(dims, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)))
+
+
+def zeros(dim: int) -> Any:
+    """A warpgroup's accumulators of (ROWS, dim), in registers."""
+    return plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
 
 
 def build(body: Callable[..., None], out_type: Any, scratch: tuple[Any, ...], grid: dict[str, int]) -> Callable[..., Any]:
