@@ -4,10 +4,11 @@ Claim under test: `ring_attention` with implementation="mosaic_gpu" against cuDN
 FlashAttention-4 where they are installed, and JAX's own `attention_mgpu` (in float16, the only dtype whose results it stores), on
 the same arrays, forward and backward, 16 heads. Also what `deterministic=True` costs.
 
-Every shape is measured in a process of its own with a time limit. Its results are compared with every other implementation that
-runs, or with implementation="xla", before anything is timed; one that refuses or runs out of memory is reported, not fatal.
-Implementations take turns, round by round, because clocks drift: times and ratios are medians over rounds of a few calls, on the
-host clock with the device kept busy; backward is forward+backward minus forward, in the same round.
+Every shape is measured in a process of its own with a time limit; `--jobs` of them compile at the same time, and one runs. Its
+results are compared with every other implementation that runs, or with implementation="xla", before anything is timed; one that
+refuses or runs out of memory is reported, not fatal. Implementations take turns, round by round, because clocks drift: times and
+ratios are medians over rounds of a few calls, on the host clock with the device kept busy; backward is forward+backward minus
+forward, in the same round.
 TFLOP/s count 2 B N T S (H + Hv) forward and 2 B N T S (3 H + 2 Hv) backward, half when causal. Prints a table and, as the last
 line, one JSON object; `--png` draws the table.
 """
@@ -15,11 +16,15 @@ line, one JSON object; `--png` draws the table.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import functools
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -64,6 +69,17 @@ def check(have, want, tolerance=1e-2):
         raise SystemExit(f"outputs or gradients differ by {error:.1e}, allowed {tolerance:.0e}: nothing is timed")
 
 
+@contextlib.contextmanager
+def device_to_itself(path):
+    """Other processes that were given the same path wait; None waits for nobody."""
+    if path is None:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def compile_together(attentions):
     """`{name: {"forward": call, "both": call}}` of `{name: (attention, arguments)}`, and why what is missing there is missing."""
     calls, refused, compiling = {}, {}, []
@@ -81,11 +97,22 @@ def compile_together(attentions):
         for name, part, program, given in compiling:
             try:
                 calls[name][part] = functools.partial(program.result(), *given)
-                jax.block_until_ready(calls[name][part]())
             except Exception as error:
-                calls[name].pop(part, None)
                 refused[name] = first_line(error)
     return calls, refused
+
+
+def run_once(calls):
+    """Remove the calls that fail, and say why."""
+    refused = {}
+    for name, parts in calls.items():
+        for part, call in list(parts.items()):
+            try:
+                jax.block_until_ready(call())
+            except Exception as error:  # out of memory, say
+                del parts[part]
+                refused[name] = first_line(error)
+    return refused
 
 
 def take_turns(calls, rounds=7, repeats=6, waits=None):
@@ -106,6 +133,7 @@ def take_turns(calls, rounds=7, repeats=6, waits=None):
 def both_directions(attentions):
     """`{name: {direction: median seconds}}` of `{name: (attention, arguments)}`, all of which must run."""
     calls, refused = compile_together(attentions)
+    refused |= run_once(calls)
     if refused:
         raise SystemExit(f"not measured: {refused}")
     return {
@@ -181,7 +209,7 @@ def first_line(error):
 
 
 def measure(work):
-    """Rows of one shape: one for each implementation and direction."""
+    """Rows of one shape: one for each implementation and direction. Only what holds `work["lock"]` uses the device for long."""
     batch, length, dim, value_dim, causal = (work[x] for x in ("batch", "length", "head_dim", "value_dim", "causal"))
     keys = jax.random.split(jax.random.key(length + dim), 4)
     shapes = [(batch, length, HEADS, n) for n in (dim, dim, value_dim, value_dim)]
@@ -197,26 +225,30 @@ def measure(work):
             refused[name] = first_line(error)
     calls, reasons = compile_together(attentions)
     refused |= reasons
-    if "both" not in calls[OURS]:
-        raise SystemExit(f"{OURS} does not run: {refused[OURS]}")
-    have, checked = calls[OURS]["both"](), 0
-    for name, parts in calls.items():
-        if "both" in parts:
-            check(parts["both"](), have)
-        elif "forward" in parts:
-            check(parts["forward"](), have[0])
-        checked += name in PEERS and bool(parts)
-    try:
-        parts, results, wait = flash_attention_4(arguments, causal)
-        check(results, jax.tree.leaves(have))
-        calls["flash attention 4"], waits["flash attention 4"], checked = parts, wait, checked + 1
-    except Exception as error:
-        refused["flash attention 4"] = first_line(error)
-    if not checked:
-        one = [x[:1, : min(length, 4096)].astype(jnp.float32) for x in arguments]
-        reference = functools.partial(ring_attention, implementation="xla", is_causal=causal)
-        check(gradient(ours)(*(x.astype(jnp.bfloat16) for x in one)), gradient(reference)(*one))
-    taken = take_turns({name: parts for name, parts in calls.items() if "forward" in parts}, waits=waits)
+    with contextlib.suppress(Exception):  # compiles; the reason is told below
+        flash_attention_4([x[:1, :512] for x in arguments], causal)
+    with device_to_itself(work.get("lock")):
+        refused |= run_once(calls)
+        if "both" not in calls[OURS]:
+            raise SystemExit(f"{OURS} does not run: {refused[OURS]}")
+        have, checked = calls[OURS]["both"](), 0
+        for name, parts in calls.items():
+            if "both" in parts:
+                check(parts["both"](), have)
+            elif "forward" in parts:
+                check(parts["forward"](), have[0])
+            checked += name in PEERS and bool(parts)
+        try:
+            parts, results, wait = flash_attention_4(arguments, causal)
+            check(results, jax.tree.leaves(have))
+            calls["flash attention 4"], waits["flash attention 4"], checked = parts, wait, checked + 1
+        except Exception as error:
+            refused["flash attention 4"] = first_line(error)
+        if not checked:
+            one = [x[:1, : min(length, 4096)].astype(jnp.float32) for x in arguments]
+            reference = functools.partial(ring_attention, implementation="xla", is_causal=causal)
+            check(gradient(ours)(*(x.astype(jnp.bfloat16) for x in one)), gradient(reference)(*one))
+        taken = take_turns({name: parts for name, parts in calls.items() if "forward" in parts}, waits=waits)
     pairs = 2 * batch * HEADS * length**2 / (2 if causal else 1)
     flops = {"forward": pairs * (dim + value_dim), "backward": pairs * (3 * dim + 2 * value_dim)}
     heads = f"D{dim}" if dim == value_dim else f"D{dim}/{value_dim}"
@@ -237,8 +269,9 @@ def measure(work):
 def in_own_process(script, work, limit):
     """What `script --one WORK` prints last, or why there is nothing: a kernel that hangs must not take the others with it."""
     command = [sys.executable, script, "--one", json.dumps(work)]
+    shared = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # others are on the device, too
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=shared)
     except subprocess.TimeoutExpired:
         return {"failed": f"no result within {limit} s"}
     if done.returncode:
@@ -272,7 +305,10 @@ def main(arguments=None):
     parser.add_argument("--shapes", nargs="+", default=["1x16384", "4x4096"], help="BATCHxLENGTH")
     parser.add_argument("--head-dims", nargs="+", default=["64", "128", "192/128", "256"], help="H or H/Hv")
     parser.add_argument("--masks", nargs="+", choices=["full", "causal"], default=["full", "causal"])
-    parser.add_argument("--limit", type=float, default=240, help="seconds for each shape")
+    parser.add_argument("--jobs", type=int, default=max(os.cpu_count() // 4, 1), help="shapes that compile at the same time")
+    parser.add_argument(
+        "--limit", type=float, default=400, help="seconds for each shape, with the wait for its turn on the device"
+    )
     parser.add_argument("--png", help="draw the table here")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -284,21 +320,31 @@ def main(arguments=None):
     if "failed" in about:
         raise SystemExit(f"this needs a Hopper GPU: {about['failed']}")
     print(f"{about['device']}, jax {about['jax']}; bfloat16 matmul {about['matmul_tflops']:.0f} TFLOP/s", flush=True)
-    results = {}
+    works = {}
     for head_dims in options.head_dims:
         dim, value_dim = (int(n) for n in (head_dims.split("/") * 2)[:2])
         for shape in options.shapes:
             batch, length = map(int, shape.split("x"))
             for mask in options.masks:
-                work = {"batch": batch, "length": length, "head_dim": dim, "value_dim": value_dim, "causal": mask == "causal"}
-                name = f"{shape} {head_dims} {mask}"
-                results[name] = result = in_own_process(__file__, work, options.limit)
-                if "failed" in result:
-                    print(f"{name} not measured: {result['failed']}", flush=True)
-                for row in result.get("rows", ()):
-                    row["matmul_share"] = row["tflops"] / about["matmul_tflops"]
-                    speed = f"{row['tflops']:5.0f} TFLOP/s  {row['matmul_share']:4.0%} of matmul  {row['over_ours']:.3f} of ours"
-                    print(f"{row['work']:26s} {row['direction']:9s} {row['implementation']:25s} {speed}", flush=True)
+                works[f"{shape} {head_dims} {mask}"] = {
+                    "batch": batch,
+                    "length": length,
+                    "head_dim": dim,
+                    "value_dim": value_dim,
+                    "causal": mask == "causal",
+                }
+    results = {}
+    with ThreadPoolExecutor(options.jobs) as pool, tempfile.NamedTemporaryFile() as lock:
+        given = [work | {"lock": lock.name} for work in works.values()]
+        done = pool.map(lambda work: in_own_process(__file__, work, options.limit), given)
+        for name, result in zip(works, done, strict=True):
+            results[name] = result
+            if "failed" in result:
+                print(f"{name} not measured: {result['failed']}", flush=True)
+            for row in result.get("rows", ()):
+                row["matmul_share"] = row["tflops"] / about["matmul_tflops"]
+                speed = f"{row['tflops']:5.0f} TFLOP/s  {row['matmul_share']:4.0%} of matmul  {row['over_ours']:.3f} of ours"
+                print(f"{row['work']:26s} {row['direction']:9s} {row['implementation']:25s} {speed}", flush=True)
     if options.png:
         draw(options.png, results)
     print(json.dumps({"script": "bench_chunk", **about, "results": results}))

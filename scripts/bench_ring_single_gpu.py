@@ -31,36 +31,38 @@ LINKS = {"NVLink": 450e9, "InfiniBand": 50e9}
 attend = functools.partial(ring_attention, implementation=OURS)
 
 
-def arrays(length, keys, dim):
+def arrays(length, dim):
+    """query, all keys, all values, d_out; and the same with keys and values as a list of chunks, arrays of their own."""
     random = jax.random.split(jax.random.key(1), 4)
-    lengths = (length, keys, keys, length)
-    return [jax.random.normal(key, (1, n, HEADS, dim), jnp.bfloat16) for key, n in zip(random, lengths, strict=True)]
+    lengths = (length, RING * length, RING * length, length)
+    whole = [jax.random.normal(key, (1, n, HEADS, dim), jnp.bfloat16) for key, n in zip(random, lengths, strict=True)]
+    query, key, value, d_out = whole
+    return whole, [query, jnp.split(key, RING, axis=1), jnp.split(value, RING, axis=1), d_out]
 
 
-def in_chunks(query, key, value, **options):
-    return attend(query, jnp.split(key, RING, axis=1), jnp.split(value, RING, axis=1), **options)
+def check_chunks(attention, whole, chunks):
+    """Chunks must give what one call gives."""
+    out, (d_query, *d_chunks) = gradient(attention)(*chunks)
+    check((out, (d_query, *(jnp.concatenate(d, axis=1) for d in d_chunks))), gradient(attention)(*whole))
 
 
 def chunking(length, head_dim):
     """Chunks one at a time against one call over all keys."""
-    arguments = arrays(length, RING * length, head_dim)
-    check(gradient(in_chunks)(*arguments), gradient(attend)(*arguments))
-    return both_directions({"chunks": (in_chunks, arguments), "one call": (attend, arguments)})
+    whole, chunks = arrays(length, head_dim)
+    check_chunks(attend, whole, chunks)
+    return both_directions({"chunks": (attend, chunks), "one call": (attend, whole)})
 
 
 def rank_of_a_ring(length, head_dim, rank=3):
     """All hops of one rank, in the order in which the chunks arrive, causal zigzag and without a mask."""
-    arguments = arrays(length, RING * length, head_dim)
+    whole, chunks = arrays(length, head_dim)
     query_position = shard_positions("zigzag", rank, RING, length)
     arriving = [shard_positions("zigzag", (rank - hop) % RING, RING, length) for hop in range(RING)]
     positions = Positions(query_position, jnp.concatenate(arriving))
 
-    def causal(query, key, value, attention):
-        return attention(query, key, value, is_causal=True, positions=positions)
-
-    ring, whole = (functools.partial(causal, attention=attention) for attention in (in_chunks, attend))
-    check(gradient(ring)(*arguments), gradient(whole)(*arguments))
-    return both_directions({"causal": (ring, arguments), "full": (in_chunks, arguments)})
+    causal = functools.partial(attend, is_causal=True, positions=positions)
+    check_chunks(causal, whole, chunks)
+    return both_directions({"causal": (causal, chunks), "full": (attend, chunks)})
 
 
 MEASUREMENTS = {"chunking": chunking, "rank_of_a_ring": rank_of_a_ring}
