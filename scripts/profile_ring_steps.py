@@ -99,7 +99,7 @@ def streams_of(
             )
             seconds = ring_costs.chunk_cycles(attention, kernel, direction, chunk, fused) / attention.clock
             if seconds:
-                size, copies = ring_costs.unhidden(attention, direction, chunk.tiling, tokens, stream.size)
+                size, copies = ring_costs.unhidden(attention, direction, chunk.tiling, stream.size)
                 seconds += copies * given.dma + size / given.memory
                 adds[order == which] = 2 * given.dma + 3 * gradient / given.memory
             compute[order == which] = seconds

@@ -164,11 +164,12 @@ def chunk_cycles(attention: Attention, measured: Mapping[str, Any], direction: s
     return -(-attention.kv_heads // cores) * (groups * once + chunk.results * measured["first_step"])
 
 
-def unhidden(attention: Attention, direction: str, tiling: Any, tokens: int, keys: int) -> tuple[int, int]:
+def unhidden(attention: Attention, direction: str, tiling: Any, keys: int) -> tuple[int, int]:
     """Bytes to and from memory that no step of a kernel hides, and how many copies wait for one another, for a chunk of `keys`.
 
     Blocks that a pipeline reads before its first step and writes after its last; the integers of the keys, which are spread over
-    lanes before a kernel that compares them; in the backward pass d_query of each key/value head, copied in and out.
+    lanes before a kernel that compares them; in the backward pass the first block of d_query that comes and the last that leaves,
+    of each key/value head.
     """
     dim, rows = attention.head_dim, 2 * 4 * tiling.block_q
     key_value = 2 * dim * 2 * tiling.block_kv
@@ -176,4 +177,4 @@ def unhidden(attention: Attention, direction: str, tiling: Any, tokens: int, key
     if direction == "forward":
         return size + dim * 2 * tiling.block_q + key_value + 2 * (dim * 4 * tiling.block_q + rows), copies
     size += 2 * dim * 2 * tiling.block_q + rows + key_value + 2 * dim * 4 * tiling.block_kv
-    return size + 2 * attention.heads * tokens * dim * 4, copies + 2 * attention.kv_heads
+    return size + 2 * attention.kv_heads * dim * 4 * tiling.block_q, copies + 2 * attention.kv_heads

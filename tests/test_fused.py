@@ -210,11 +210,15 @@ def test_two_rings_in_one_program_beside_other_axes():
 
 
 def test_d_query_in_parts(monkeypatch):
-    """Where d_query of one head does not fit in VMEM: parts of the queries one after another, at every hop."""
+    """Where d_query of one head does not fit in VMEM: parts of the queries one after another, at every hop.
+
+    Blocks of queries that are padding have no pair at any hop, and their d_query must be 0 all the same.
+    """
     inputs = random_inputs(7, 1, 2 * 256, heads=2, kv_heads=1, head_dim=16)
     call = functools.partial(
         ring_attention,
         is_causal=True,
+        query_seq_lengths=jnp.array([384]),
         block_sizes=128,
         mesh=ring_mesh(2),
         spec=P(None, "seq"),

@@ -160,12 +160,13 @@ def test_a_causal_pair_on_the_diagonal_computes_the_lower_triangle_only():
     st.integers(0, 2**32 - 1),
     st.sampled_from([(1, 1, 1), (1, 3, 4), (2, 5, 1), (3, 4, 5)]),
     st.sampled_from([0.0, 0.3, 0.9]),
+    st.booleans(),
 )
-def test_the_list_of_steps_names_every_pair_that_needs_one(seed, shape, density):
+def test_the_list_of_steps_names_every_pair_that_needs_one(seed, shape, density, every_inner):
     rows, outer, inner = shape
     rng = np.random.default_rng(seed)
     kinds = np.where(rng.random((rows, outer, inner)) < density, rng.integers(1, 4, (rows, outer, inner)), common.NOTHING)
-    steps = common.list_steps(jnp.asarray(kinds, jnp.int32))
+    steps = common.list_steps(jnp.asarray(kinds, jnp.int32), every_inner)
     total = int(steps.total)
     code = np.asarray(steps.code).reshape(rows, -1)[:, :total]
     compared = np.asarray(steps.compared).reshape(rows, -1)[:, :total]
@@ -177,9 +178,19 @@ def test_the_list_of_steps_names_every_pair_that_needs_one(seed, shape, density)
         for i in range(outer):
             wanted = [(i, j, int(kinds[row, i, j])) for j in range(inner) if kinds[row, i, j] != common.NOTHING]
             want += wanted or [(i, 0, common.NOTHING)]
+        if every_inner:
+            absent = set(range(inner)) - {j for _, j, _ in want}
+            want = sorted([*want, *((0, j, common.NOTHING) for j in absent)])
         longest = max(longest, len(want))
         assert have[: len(want)] == want
         assert first[: len(want)] == [n == 0 or want[n - 1][0] != i for n, (i, _, _) in enumerate(want)]
+        visits = [j for _, j, _ in want]
+        assert [bool(common.enters(c)) for c in code[row]] == [
+            n < len(want) and j not in visits[:n] for n, (_, j, _) in enumerate(have)
+        ]
+        assert [bool(common.leaves(c)) for c in code[row]] == [
+            n < len(want) and j not in visits[n + 1 :] for n, (_, j, _) in enumerate(have)
+        ]
         # Past its end a row does nothing, at the blocks that are in hand already.
         assert have[len(want) :] == [(*want[-1][:2], common.NOTHING)] * (total - len(want))
         assert not any(first[len(want) :])

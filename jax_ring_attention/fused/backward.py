@@ -32,7 +32,7 @@ from jax_ring_attention.fused.protocol import SLOTS, Channel, Delivery, Neighbou
 from jax_ring_attention.kernels.contract import KeyValue, Rows
 from jax_ring_attention.kernels.mosaic_tpu import common
 from jax_ring_attention.kernels.mosaic_tpu import launch as pair_launch
-from jax_ring_attention.kernels.mosaic_tpu.backward import Keys, block_specs, pair_grads
+from jax_ring_attention.kernels.mosaic_tpu.backward import Keys, Units, block_specs, pair_grads
 from jax_ring_attention.masks import Tokens
 
 Part = tuple[int, int]
@@ -77,6 +77,7 @@ def grads_hops(
                 pltpu.VMEM((units, shape.head_dim, tilings[0].block_q), jnp.float32),
                 pltpu.VMEM((shape.head_dim, block_kv), shape.dtype),
                 pltpu.VMEM((block_kv, shape.value_dim), shape.dtype),
+                *Units.scratch(),
             ),
         ),
         vmem_limit=shape.vmem_limit,
@@ -192,23 +193,23 @@ def _grads_hop(
 ) -> None:
     """`d_query = d_start + the share of the chunk in hand`, and its `d_chunk`, for the units of `part`, as in the chunk kernel.
 
-    All are in HBM; d_start may be d_query. Parts after the first add to `d_chunk`.
+    All are in HBM; d_start is d_query, or every unit has a step. Parts after the first add to `d_chunk`.
     """
     start, stop = part
     shape, tiling = track.shape, track.tiling
     blocks = launch.HopBlocks(steps, index)
-    d_units, key_transposed, value_rows = scratch
+    d_units, key_transposed, value_rows, *moves = scratch
     if tiling.block_kv < value_rows.shape[0]:  # room for the larger blocks of another track
         keys_here = pl.ds(0, tiling.block_kv)
         key_transposed, value_rows = key_transposed.at[:, keys_here], value_rows.at[keys_here]
 
     def step(at: Any, operands: Any, results: Any) -> None:
         rows, chunk, tokens, carry = operands
-        code = blocks.step(steps.code, at)
         batch, head, number = at
-        units = d_units.at[pl.ds(0, stop - start)]
-        here = batch, head, pl.ds(start, stop - start)
-        pl.when(number == 0)(lambda: pltpu.sync_copy(d_start.at[here], units))
+        codes = pair_launch.Codes(lambda number: blocks.step(steps.code, (batch, head, number)), number, steps.total[index])
+        code, here = codes.here, (batch, head, pl.ds(start, stop - start))
+        units = Units(d_units, d_start.at[here], d_query.at[here], *moves)
+        units.arrive(codes)
 
         @pl.when(common.is_first(code))
         def _():
@@ -220,7 +221,7 @@ def _grads_hop(
         keys = Keys(chunk.key, key_transposed, value_rows)
         pair = functools.partial(pair_grads, shape, tiling, rows, keys, tokens, d_units.at[common.inner_of(code)], tuple(results))
         pair_launch.branch_on_kind(code, tokens, tiling, pair)
-        pl.when(number == steps.total[index] - 1)(lambda: pltpu.sync_copy(units, d_query.at[here]))
+        units.depart(codes)
 
     row_specs, chunk_specs, token_specs, d_chunk_specs = block_specs(blocks, shape, tiling, tokens, start)
     launch.pipeline(

@@ -162,7 +162,10 @@ def _list_hops(shard: Shard, leg: Leg, stream: Stream, own: tuple[Tokens, Tokens
             source = stream.source(shard.rank, hop, ring.size)
             bounds = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), everyone)
         kinds = common.kinds_within(query_bounds, bounds, kernel.shape, tiling)
-        steps = common.list_steps(kinds if units is None else kernel.by_key(kinds, units))
+        if units is None:
+            steps = common.list_steps(kinds)
+        else:  # the first hop takes all of d_query from its operand to its result
+            steps = common.list_steps(kernel.by_key(kinds, units), every_inner=hop == first)
         nothing = (kinds == common.NOTHING).all() & (hop > first)  # the first hop sets what has no pairs to 0
         return steps.code, steps.compared, jnp.where(nothing, 0, steps.total)
 

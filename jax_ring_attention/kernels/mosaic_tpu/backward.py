@@ -6,9 +6,10 @@ Transposed like the forward kernel: with logits S (keys, queries) and cotangents
     d_value (Hv, keys) += d_output P'     d_key (H, keys) += query dS'     d_query (H, queries) += key' dS
 
 Grid: batch row, key/value head, step. Key blocks are outside: d_key and d_value of one block are accumulated in their output
-blocks. Inside are the query blocks of all query heads of the group, so that grouped heads cost no reduction. d_query of all of
-them stays in VMEM from the first step of a head to its last, one copy in and one out; where that does not fit, the caller runs
-parts of the queries one after another, each adding to the d_key and d_value of the one before.
+blocks. Inside are the query blocks of all query heads of the group, so that grouped heads cost no reduction. d_query of each
+comes to VMEM during the step before its first one and leaves after its last one (`Units`). Where all of them do not fit, the
+caller runs parts of the queries one after another, each adding to the d_key and d_value of the one before. d_query of blocks
+without a step is not touched: it shares its memory with the result.
 
 Pipelined like the forward kernel: S and dP of tile i + ahead, the exponents of tile i, the three sums of tile i - lag.
 """
@@ -84,6 +85,7 @@ def grads_chunk(
             pltpu.VMEM((stop - start, shape.head_dim, tiling.block_q), jnp.float32),
             pltpu.VMEM((shape.head_dim, tiling.block_kv), shape.dtype),
             pltpu.VMEM((tiling.block_kv, shape.value_dim), shape.dtype),
+            *Units.scratch(),
         ),
     )
     return d_query, KeyValue(*d_chunk)
@@ -124,23 +126,19 @@ def _kernel(
     shape: Shape,
     tiling: Tiling,
     part: tuple[int, int],
-    code: Any,
+    codes: launch.Codes,
     operands: Any,
     results: Any,
     d_query: Any,
     key_transposed: Any,
     value_rows: Any,
+    *moves: Any,
 ) -> None:
     rows, chunk, tokens, d_query_in, carry = operands
     d_query_out, d_chunk = results
-    step, batch, head = pl.program_id(2), pl.program_id(0), pl.program_id(1)
-
-    def home(ref):
-        return ref.at[batch, head, pl.ds(part[0], part[1] - part[0])]
-
-    @pl.when(step == 0)
-    def _():
-        pltpu.sync_copy(home(d_query_in), d_query)
+    code, here = codes.here, (pl.program_id(0), pl.program_id(1), pl.ds(part[0], part[1] - part[0]))
+    units = Units(d_query, d_query_in.at[here], d_query_out.at[here], *moves)
+    units.arrive(codes)
 
     @pl.when(common.is_first(code))
     def _():
@@ -153,9 +151,67 @@ def _kernel(
     pair = functools.partial(pair_grads, shape, tiling, rows, keys, tokens, d_query.at[common.inner_of(code)], d_chunk)
     launch.branch_on_kind(code, tokens, tiling, pair)
 
-    @pl.when(step == pl.num_programs(2) - 1)
-    def _():
-        pltpu.sync_copy(d_query, home(d_query_out))
+    units.depart(codes)
+
+
+class Units(NamedTuple):
+    """d_query of one head's units on its way to VMEM and back, unit by unit, beside the steps.
+
+    A unit is in VMEM from the step that `enters` it to the one that `leaves` it. At most one is coming, so that what its
+    semaphore counts is this one; of those that are leaving only the number matters.
+
+    Attributes:
+      here: (units, H, block_q) in VMEM.
+      source, target: as many in HBM. A unit that no step has does not move: they share memory, or every unit has a step.
+      coming, leaving: DMA semaphores.
+      left: (1,) in SMEM, how many of this head are leaving or have left.
+    """
+
+    here: Any
+    source: Any
+    target: Any
+    coming: Any
+    leaving: Any
+    left: Any
+
+    @staticmethod
+    def scratch() -> tuple[Any, ...]:
+        """The last three."""
+        return pltpu.SemaphoreType.DMA, pltpu.SemaphoreType.DMA, pltpu.SMEM((1,), jnp.int32)
+
+    def _come(self, code: Any) -> Any:
+        unit = common.inner_of(code)
+        return pltpu.make_async_copy(self.source.at[unit], self.here.at[unit], self.coming)
+
+    def _leave(self, code: Any) -> Any:
+        unit = common.inner_of(code)
+        return pltpu.make_async_copy(self.here.at[unit], self.target.at[unit], self.leaving)
+
+    def arrive(self, codes: launch.Codes) -> None:
+        """Before a step: its unit is here, and the next step's starts to come."""
+        code, following = codes.here, codes.following
+
+        @pl.when(codes.number == 0)
+        def _():
+            self.left[0] = 0
+            self._come(code).start()
+
+        pl.when(common.enters(code))(lambda: self._come(code).wait())
+        more = codes.number + 1 < codes.total
+        pl.when(more & common.enters(following))(lambda: self._come(following).start())
+
+    def depart(self, codes: launch.Codes) -> None:
+        """After a step; after a head's last one all have left."""
+        code = codes.here
+
+        @pl.when(common.leaves(code))
+        def _():
+            self.left[0] += 1
+            self._leave(code).start()
+
+        @pl.when(codes.number == codes.total - 1)
+        def _():
+            pl.loop(jnp.int32(0), self.left[0])(lambda _: self._leave(code).wait())
 
 
 class Keys(NamedTuple):

@@ -80,7 +80,8 @@ class Tiling(NamedTuple):
 #: (DIAGONAL + j) a pair crossed by a diagonal that starts j blocks of queries into its keys.
 NOTHING, UNMASKED, MASKED, DIAGONAL = range(4)
 
-_KIND_BITS, _INDEX_BITS = 4, 13
+_INDEX_BITS, _KIND_BITS = 13, 3
+_FIRST, _ENTERS, _LEAVES = (1 << (2 * _INDEX_BITS + _KIND_BITS + i) for i in range(3))
 _MOST_DIAGONALS = 4
 LARGEST_COUNT = 2**_INDEX_BITS
 """Blocks of either side that a step can name."""
@@ -90,7 +91,7 @@ class Steps(NamedTuple):
     """The pairs of blocks to visit, for every batch row or once for all; each int32.
 
     Attributes:
-      code: (rows * length,) packed kind, first-of-its-run, and both block indices.
+      code: (rows * length,) packed: both block indices, kind, and what `is_first`, `enters` and `leaves` say.
       compared: (rows * length,) packed block indices of the last pair that compares tokens, whose integers are in hand.
       total: () number of grid steps.
       length: steps listed per row.
@@ -121,21 +122,38 @@ def kind_of(code: Any) -> Any:
 
 
 def is_first(code: Any) -> Any:
-    return (code >> (2 * _INDEX_BITS + _KIND_BITS)) == 1
+    """Whether the step is the first of its outer block."""
+    return (code & _FIRST) != 0
 
 
-def list_steps(kinds: jax.Array) -> Steps:
+def enters(code: Any) -> Any:
+    """Whether no step before it had its inner block."""
+    return (code & _ENTERS) != 0
+
+
+def leaves(code: Any) -> Any:
+    """Whether no step after it has its inner block."""
+    return (code & jnp.int32(_LEAVES - 2**32)) != 0
+
+
+def list_steps(kinds: jax.Array, every_inner: jax.Array | bool = False) -> Steps:
     """Steps for a table (rows, outer blocks, inner blocks) of what each pair needs.
 
-    Pairs that need nothing are left out, but every outer block keeps one step, which sets its result to the carry.
+    Pairs that need nothing are left out, but every outer block keeps one step, which sets its result to the carry; and, if
+    `every_inner`, so does every inner block.
     """
     rows, outer, inner = kinds.shape
     length = outer * inner
     wanted = kinds != NOTHING
     wanted = wanted.at[:, :, 0].set(wanted[:, :, 0] | ~wanted.any(-1))
+    wanted = wanted.at[:, 0].set(wanted[:, 0] | (~wanted.any(1) & every_inner))
     first = wanted & (jnp.cumsum(wanted, -1) == 1)
     index = _pack(jnp.arange(outer, dtype=jnp.int32)[:, None], jnp.arange(inner, dtype=jnp.int32))
-    code = index | (kinds << (2 * _INDEX_BITS)) | (first.astype(jnp.int32) << (2 * _INDEX_BITS + _KIND_BITS))
+    seen = jnp.cumsum(wanted, 1)
+    code = index | (kinds << (2 * _INDEX_BITS))
+    flags = ((first, _FIRST), (wanted & (seen == 1), _ENTERS), (wanted & (seen == seen[:, -1:]), _LEAVES - 2**32))
+    for where, bit in flags:
+        code |= jnp.where(where, jnp.int32(bit), 0)
     order = jnp.argsort(~wanted.reshape(rows, length), axis=-1, stable=True)
     code = jnp.take_along_axis(code.reshape(rows, length), order, -1)
     count = wanted.sum((1, 2), dtype=jnp.int32)

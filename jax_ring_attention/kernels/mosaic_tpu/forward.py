@@ -79,7 +79,8 @@ def fold_chunk(
     return ChunkStats(*results)
 
 
-def _kernel(shape: Shape, tiling: Tiling, code: Any, operands: Any, results: Any) -> None:
+def _kernel(shape: Shape, tiling: Tiling, codes: launch.Codes, operands: Any, results: Any) -> None:
+    code = codes.here
     query, key, value, tokens, carry = operands
     stats = ChunkStats(*results)
 

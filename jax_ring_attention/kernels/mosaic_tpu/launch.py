@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,28 @@ class Blocks:
         return pl.BlockSpec(block, index_map)
 
 
+class Codes(NamedTuple):
+    """The listed step at hand.
+
+    Attributes:
+      listed: `listed(number)` is the code of a step.
+      number, total: of this step, and how many there are.
+    """
+
+    listed: Callable[[Any], Any]
+    number: Any
+    total: Any
+
+    @property
+    def here(self) -> Any:
+        return self.listed(self.number)
+
+    @property
+    def following(self) -> Any:
+        """The next step's; this one's after the last."""
+        return self.listed(jnp.minimum(self.number + 1, self.total - 1))
+
+
 def token_specs(
     blocks: Any, tokens: tuple[Tokens, Tokens], tiling: Tiling, row: Callable[[Any], Any], column: Callable[[Any], Any]
 ) -> tuple[Tokens, Tokens]:
@@ -68,7 +90,7 @@ def call(
     vmem_limit: int,
     scratch: tuple[Any, ...] = (),
 ) -> Any:
-    """Run `body(code, operands, results, *scratch)` over `grid` and the listed steps.
+    """Run `body(codes, operands, results, *scratch)` over `grid` and the listed steps.
 
     `operands` is a tree of arrays, `in_specs` has their specs in the same order. The arrays of `aliased[0]`, where there are
     any, share memory with the results `aliased[1]`, in order.
@@ -87,10 +109,11 @@ def call(
     def kernel(listed, compared, *refs):
         del compared
         row = pl.program_id(0) if steps.rows > 1 else 0
-        code = listed[row * steps.length + pl.program_id(axes)]
+        start = row * steps.length
+        codes = Codes(lambda number: listed[start + number], pl.program_id(axes), pl.num_programs(axes))
         inputs = jax.tree.unflatten(structure, refs[: len(flat)])
         results = jax.tree.unflatten(out_structure, refs[len(flat) : len(flat) + len(flat_out)])
-        body(code, inputs, results, *refs[len(flat) + len(flat_out) :])
+        body(codes, inputs, results, *refs[len(flat) + len(flat_out) :])
 
     # Under check_vma=True results vary wherever anything that the kernel reads does.
     total, *inputs = compat.vary_together((steps.total, steps.code, steps.compared, *flat))
