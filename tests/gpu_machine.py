@@ -1,4 +1,5 @@
-"""Runs the kernel of the fused GPU ring on simulated devices, in a random order of events, with real numbers.
+"""Runs the forward kernels for GPUs, of a chunk and of the fused ring, on simulated devices, in a random order of events, with
+real numbers.
 
 The kernel's own Python runs unchanged, one thread per warpgroup of every CTA of every device; what Pallas, `lax` loops and JAX
 arithmetic give it inside is replaced by numpy and by a machine that picks at random what happens next: an instruction of one
@@ -11,11 +12,13 @@ It knows nothing of layouts, of memory models and of instructions: those want a 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import random
 import threading
 import types
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -129,7 +132,7 @@ class Machine:
         self.idle = threading.Semaphore(0)
 
     def run(
-        self, body: Callable[..., None], out_type: Any, scratch: Any, ctas: int, operands: list[Any]
+        self, body: Callable[..., None], out_type: Any, scratch: Any, grid: dict[str, int], operands: list[Any]
     ) -> list[list[np.ndarray]]:
         """Results of every device; `operands[device]` are its arrays."""
         names = [f"in {i}" for i in range(len(operands[0]))] + [f"out {i}" for i in range(len(out_type))]
@@ -138,6 +141,7 @@ class Machine:
                 self.memory[(device,), f"in {i}"] = np.array(x)
             for i, x in enumerate(out_type):
                 self.memory[(device,), f"out {i}"] = np.full(x.shape, np.nan, x.dtype)
+        self.grid, ctas = grid, math.prod(grid.values())
         self.threads = [Thread(d, c, w) for d in range(self.devices) for c in range(ctas) for w in range(3)]
         for device, cta in {thread[:2] for thread in self.threads}:
             for i, x in enumerate(scratch):
@@ -299,7 +303,10 @@ def fakes(machine: Machine) -> dict[str, Any]:
     """What stands for `pl`, `plgpu`, `lax` and `jnp` inside the kernel."""
 
     def axis_index(name: str) -> int:
-        return {"cta": machine.here.thread.cta, "warpgroup": machine.here.thread.warpgroup}.get(name, machine.here.thread.device)
+        thread = machine.here.thread
+        along = np.unravel_index(thread.cta, tuple(machine.grid.values()))
+        here = {"warpgroup": thread.warpgroup} | dict(zip(machine.grid, map(int, along), strict=True))
+        return here.get(name, thread.device)
 
     def fori_loop(low: Any, high: Any, body: Callable[..., Any], state: Any) -> Any:
         for i in range(low, high):
@@ -377,6 +384,7 @@ def fakes(machine: Machine) -> dict[str, Any]:
             Barrier=lambda num_arrivals=1, num_barriers=1: types.SimpleNamespace(
                 num_arrivals=num_arrivals, num_barriers=num_barriers
             ),
+            SMEM=lambda shape, dtype: types.SimpleNamespace(shape=shape, dtype=dtype),
             layout_cast=lambda x, layout: x,
             set_max_registers=lambda n, action: None,
             barrier_arrive=machine.arrive,
@@ -398,34 +406,62 @@ def fakes(machine: Machine) -> dict[str, Any]:
 
 
 class Simulation:
-    """Lets calls of the kernel, outside `jax.jit`, be computed by a `Machine`, by two copying and two computing CTAs a device."""
+    """Lets calls of the kernels, outside `jax.jit`, be computed by a `Machine` with four CTAs a device; a ring has two copy."""
 
     def __init__(self, patch: Any, devices: int, seed: int) -> None:
         from jax_ring_attention.fused.mosaic_gpu import forward, protocol
         from jax_ring_attention.kernels.mosaic_gpu import forward as chunk_forward
-        from jax_ring_attention.kernels.mosaic_gpu import item, launch
+        from jax_ring_attention.kernels.mosaic_gpu import item, items, launch
 
         self.patch, self.devices, self.seed, self.device = patch, devices, seed, 0
-        self.item, self.modules = item, (forward, protocol, item, launch, chunk_forward)
+        self.item, self.modules = item, (forward, protocol, item, items, launch, chunk_forward)
         self.calls: list[Any] = []
         self.results: Any = None
         patch.setattr(compat, "multiprocessors", lambda: 4)
         patch.setattr(forward, "copying_ctas", lambda shape: 2)
-        patch.setattr(forward, "build", self._build)
+        patch.setattr(forward, "build", self._build_for_all)
+        patch.setattr(chunk_forward, "build", self._build)
 
-    def _build(self, body: Any, out_type: Any, scratch: Any, grid: dict[str, int]) -> Any:
-        """In the place of a call: remember it, or, once the machine has run, give what it computed."""
+    @contextlib.contextmanager
+    def _fake_scratch(self) -> Iterator[None]:
+        """While a kernel is called, `item` says what is in shared memory."""
+        fake = fakes(Machine(1, 0))
+        with self.patch.context() as patch:
+            patch.setattr(self.item, "tiled", fake["tiled"])
+            patch.setattr(self.item, "plgpu", fake["plgpu"])
+            yield
+
+    def _compute(self, body: Any, out_type: Any, scratch: Any, grid: dict[str, int], operands: list[Any]) -> Any:
+        machine = Machine(len(operands), self.seed)
+        fake = fakes(machine)
+        with self.patch.context() as patch:
+            for module in self.modules:
+                for name in {"pl", "plgpu", "lax", "jnp", "fence"} & set(vars(module)):
+                    patch.setattr(module, name, fake[name])
+            patch.setattr(compat, "load_whole", fake["load"])
+            patch.setattr(compat, "store_whole", fake["store"])
+            results = machine.run(body, out_type, scratch, grid, operands)
+        if machine.broken is not None:
+            raise machine.broken
+        return [[jnp.asarray(x) for x in each] for each in results]
+
+    def _build(self, *kernel: Any) -> Any:
+        """In the place of a call on one device."""
+        return lambda *operands: self._compute(*kernel, [operands])[0]
+
+    def _build_for_all(self, *kernel: Any) -> Any:
+        """In the place of a call on one of several devices: remember it, or give what they have computed together."""
 
         def run(*operands: Any) -> Any:
             if self.results is not None:
-                return [jnp.asarray(x) for x in self.results[self.device]]
-            self.calls.append((body, out_type, scratch, grid["cta"], operands))
-            return [jnp.zeros(x.shape, x.dtype) for x in out_type]
+                return self.results[self.device]
+            self.calls.append((kernel, operands))
+            return [jnp.zeros(x.shape, x.dtype) for x in kernel[1]]
 
         return run
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
-        """`program(device)` of every device; it calls the kernel once at most."""
+        """`program(device)` of every device; it calls a ring's kernel once at most."""
 
         def everywhere() -> list[Any]:
             results = []
@@ -434,21 +470,10 @@ class Simulation:
                 results.append(program(device))
             return results
 
-        machine, self.calls, self.results = Machine(self.devices, self.seed), [], None
-        fake = fakes(machine)
-        with self.patch.context() as patch:
-            patch.setattr(self.item, "tiled", fake["tiled"])  # it says what is in shared memory
-            patch.setattr(self.item, "plgpu", fake["plgpu"])
-            everywhere()
-        if self.calls:
-            with self.patch.context() as patch:
-                for module in self.modules:
-                    for name in {"pl", "plgpu", "lax", "jnp", "fence"} & set(vars(module)):
-                        patch.setattr(module, name, fake[name])
-                patch.setattr(compat, "load_whole", fake["load"])
-                patch.setattr(compat, "store_whole", fake["store"])
-                body, out_type, scratch, ctas, _ = self.calls[0]
-                self.results = machine.run(body, out_type, scratch, ctas, [call[-1] for call in self.calls])
-        if machine.broken is not None:
-            raise machine.broken
+        self.calls, self.results = [], None
+        with self._fake_scratch():
+            results = everywhere()
+        if not self.calls:
+            return results
+        self.results = self._compute(*self.calls[0][0], [operands for _, operands in self.calls])
         return everywhere()

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,19 +44,20 @@ from jax_ring_attention.kernels.mosaic_gpu.common import (
     take_visits,
     visit_operands,
 )
-from jax_ring_attention.kernels.mosaic_gpu.forward import divide, heads_together
 from jax_ring_attention.kernels.mosaic_gpu.item import (
     Place,
     Shared,
     Visited,
     end_turns,
     fold_blocks,
-    merge_carry,
+    load_carry,
+    merge,
     own_rows,
     start_turns,
     store,
 )
-from jax_ring_attention.kernels.mosaic_gpu.launch import ROW, STAGES, build
+from jax_ring_attention.kernels.mosaic_gpu.items import Items, divide
+from jax_ring_attention.kernels.mosaic_gpu.launch import ROW, STAGES, build, when
 from jax_ring_attention.masks import Tokens
 from jax_ring_attention.stats import ChunkStats
 
@@ -86,10 +86,8 @@ def fold_hops(
       carry: as in the chunk kernel; None has seen no key.
     """
     copying = copying_ctas(shape)
-    tiles, together = shape.query_length // FORWARD_BLOCK_Q, heads_together(shape)
-    items = shape.batch * shape.heads * tiles
-    computing = min(items, compat.multiprocessors() - copying)
     block_kv, masked = forward_block_kv(shape), lists.blocks is not None
+    items = Items(shape, masked, compat.multiprocessors() - copying)
     blocks_kv = shape.key_length // block_kv
     staged = finish and shape.head_dim <= 128  # else there is no room for an output beside the queries
     between = finish and route.hops > route.first  # the running output cannot live in the result
@@ -105,17 +103,9 @@ def fold_hops(
         running_refs = [take(refs, 1)[0] if between else result_refs[0], *result_refs[1:]]
         shared = Shared.take(refs, with_out=staged)
         warpgroup, cta = lax.axis_index("warpgroup"), lax.axis_index("cta")
-        channel = Channel(route, copying, computing, Neighbours.of(route), Counters.of(route))
+        channel = Channel(route, copying, items.workers, Neighbours.of(route), Counters.of(route))
         worker = cta - copying
-        mine = items_of(worker, items, computing)
-
-        def place(k):
-            """Batch row, query head and tile of this CTA's k-th item."""
-            along = lax.select(lax.rem(k, jnp.int32(2)) == 0, worker, computing - 1 - worker)
-            rest, head = divide(k * computing + along, together)
-            rest, tile = divide(rest, tiles)
-            batch, heads = divide(rest, shape.heads // together)
-            return batch, heads * together + head, tiles - 1 - tile if masked else tile
+        mine = items.count(worker)
 
         def visited(index, batch, tile):
             """Full and active blocks of an item at the computed hop `index`."""
@@ -141,7 +131,7 @@ def fold_hops(
             fence()  # what this warpgroup stored at the last hop is loaded now
 
             def item(k, count):
-                batch, head, tile = place(k)
+                batch, head, tile = items.place(worker, k)
                 where = Place(batch, head, pl.ds(tile * FORWARD_BLOCK_Q + w * ROWS, ROWS))
                 full, active = visited(index, batch, tile)
 
@@ -156,10 +146,10 @@ def fold_hops(
 
                     here = visits._replace(key_tokens=jax.tree.map(lambda x: x.at[index], visits.key_tokens))
                     keys = functools.partial(key_start, index, batch, tile)
-                    blocks = Visited(keys, full, active, before=count, total=count + active)
+                    blocks = Visited(keys, full, active, before=count)
                     state = fold_blocks(shape, shared, w, here, query_ints, batch, blocks, reused=True)
                     if before is not None:
-                        state = merge_carry(before, None, state, where, w)
+                        state = merge(load_carry(before, where), state)
                     staging = shared.out.at[own_rows(w)] if last and staged else None
                     store(after, state, where, shape.dtype, last and finish, staging, reused=True)
 
@@ -181,7 +171,7 @@ def fold_hops(
                 channel.wait_arrived(hop - 1)
 
             def item(k, count):
-                batch, head, tile = place(k)
+                batch, head, tile = items.place(worker, k)
                 _, active = visited(index, batch, tile)
 
                 def fetch_query():
@@ -263,20 +253,8 @@ def fold_hops(
     slots = [jax.ShapeDtypeStruct((SLOTS * x.shape[0], *x.shape[1:]), x.dtype) for x in own]
     operands = [query, *own, *(carry or ()), *visit_operands(*lists)]
     out_type = (output, rows, rows, *slots, *([running] if between else []))
-    run = build(kernel, out_type, tuple(Shared.scratch(shape, with_out=staged)), {"cta": copying + computing})
+    run = build(kernel, out_type, tuple(Shared.scratch(shape, with_out=staged)), {"cta": copying + items.workers})
     return ChunkStats(*compat.call_without_varying(run, *compat.unbatchable(operands, vmap_message("fused")))[:3])
-
-
-def when(condition: Any) -> Callable[[Callable[[], None]], None]:
-    """`pl.when`, or plain Python where the answer is known."""
-    if not isinstance(condition, bool):
-        return pl.when(condition)
-
-    def run(body: Callable[[], None]) -> None:
-        if condition:
-            body()
-
-    return run
 
 
 def slot(transfer: Any) -> Any:
@@ -286,13 +264,6 @@ def slot(transfer: Any) -> Any:
 def away(ref: Any, device: Any) -> Any:
     """The same buffer on another device."""
     return ref if device is None else plgpu.remote_ref(ref, device)
-
-
-def items_of(worker: Any, items: int, workers: int) -> Any:
-    """How many items a CTA has: they are dealt out in rounds, forwards and backwards in turn, the last one perhaps not to all."""
-    rounds, left = divmod(items, workers)
-    along = worker if rounds % 2 == 0 else workers - 1 - worker
-    return rounds + lax.select(along < left, jnp.int32(1), jnp.int32(0))
 
 
 def copy_share(shape: Shape, shared: Shared, part: tuple[Any, int], source: tuple[Any, Any], target: tuple[Any, Any]) -> None:

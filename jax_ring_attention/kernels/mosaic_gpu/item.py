@@ -8,7 +8,7 @@ P = exp2(S - max), output O = O + P V. Exponents run on a unit of their own, and
 - *Alternating*, head dim 64. A product is too short to hide a block's exponents, so the two warpgroups take turns: one makes its
   weights while the other multiplies. The `turn` barrier is passed by both, twice a block. Warpgroup 1 starts one turn late and
   warpgroup 0 ends one turn late (`start_turns`, `end_turns`). Blocks are twice as long. A block's keys are waited for behind the
-  product before, up to `Visited.total`; the first ones by the caller.
+  product before; an item's first ones by the caller.
 
 docs/log.md has what either does at the other's head dim.
 """
@@ -93,11 +93,32 @@ class Shared(NamedTuple):
         return cls(*[*tiles, out, *take(refs, 7)])
 
 
-class Prefetched(NamedTuple):
-    """The output of an item's carry, (128, Dv), in shared memory, and the barrier that says it is there."""
+class Carried(NamedTuple):
+    """The carry of an item on its way through shared memory, in and out: output (128, Dv), sum and max (2, 64).
+
+    `filled` counts the arrival of all three, a warpgroup's rows apart; `free` says that its next ones may come.
+    """
 
     output: Any
+    total: Any
+    maximum: Any
     filled: Any
+    free: Any
+
+    @staticmethod
+    def scratch(shape: Shape) -> list[Any]:
+        """What `take` takes, in order."""
+        return [
+            tiled(FORWARD_BLOCK_Q, shape.value_dim, dtype=jnp.float32, columns=32),
+            *[plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32)] * 2,
+            plgpu.Barrier(num_arrivals=3, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_barriers=WARPGROUPS),
+        ]
+
+    @classmethod
+    def take(cls, refs: list[Any]) -> Carried:
+        """Remove the references to `scratch`."""
+        return cls(*take(refs, 5))
 
 
 class Place(NamedTuple):
@@ -115,18 +136,21 @@ class Visited(NamedTuple):
       key_start: the first key of the n-th one.
       full, active: the first `full` run without a mask, those up to `active` with one.
       before: how many blocks the CTA has visited before.
-      total: how many the CTA has visited when the next one is the caller's to wait for.
     """
 
     key_start: Callable[[Any], Any]
     full: Any
     active: Any
     before: Any
-    total: Any
 
     def slot(self, n: Any) -> Any:
         """Where the n-th block is in shared memory."""
-        return lax.rem(jnp.int32(self.before + n), jnp.int32(STAGES))
+        return slot(self.before + n)
+
+
+def slot(step: Any) -> Any:
+    """Where the keys and values of a CTA's `step`-th block are in shared memory."""
+    return lax.rem(jnp.int32(step), jnp.int32(STAGES))
 
 
 def own_rows(warpgroup: int) -> Any:
@@ -249,17 +273,13 @@ def fold_blocks(
         plgpu.barrier_wait(shared.turn)
 
         def await_next_key():
-            @pl.when(visited.before + n + 1 < visited.total)
+            @pl.when(n + 1 < visited.active)
             def _():
                 plgpu.barrier_wait(shared.key_filled.at[visited.slot(n + 1)])
 
         return State(add_values(n, output, narrow, after_issue=await_next_key), total, maximum)
 
-    state = State(
-        zeros(shape.value_dim),
-        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW),
-        plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW),
-    )
+    state = no_keys(shape)
     full, active = jnp.int32(visited.full), jnp.int32(visited.active)
     if alternates(shape):
         state = lax.fori_loop(jnp.int32(0), full, functools.partial(in_turn, partial=False), state)
@@ -294,28 +314,46 @@ def end_turns(shape: Shape, shared: Shared, warpgroup: int) -> None:
         _take_turns(shared)
 
 
-def merge_carry(carry: Any, prefetched: Prefetched | None, state: State, place: Place, warpgroup: int) -> State:
-    """`state` merged with the statistics in `carry`, three references to global memory."""
+def no_keys(shape: Shape) -> State:
+    """The statistics of no keys."""
+    return State(
+        zeros(shape.value_dim),
+        plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW),
+        plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW),
+    )
+
+
+def load_carry(carry: Any, place: Place) -> State:
+    """The statistics in `carry`, three references to global memory."""
     batch, head, rows = place
-    total = compat.load_whole(carry[1].at[batch, head, rows], ROW, optimized=False)
-    maximum = compat.load_whole(carry[2].at[batch, head, rows], ROW, optimized=False)
-    new_maximum = jnp.maximum(maximum, state.maximum)
-    reference = jnp.maximum(new_maximum, _FLOOR)
-    before, here = jnp.exp2(maximum - reference), jnp.exp2(state.maximum - reference)
-    if prefetched is None:
-        output = compat.load_whole(carry[0].at[batch, rows, head], plgpu.Layout.WGMMA, optimized=False)
-    else:
-        plgpu.barrier_wait(prefetched.filled)
-        output = compat.load_whole(prefetched.output.at[own_rows(warpgroup)], plgpu.Layout.WGMMA)
-    output = output * broadcast(before, output) + state.output * broadcast(here, output)
-    return State(output, total * before + state.total * here, new_maximum)
+    return State(
+        compat.load_whole(carry[0].at[batch, rows, head], plgpu.Layout.WGMMA, optimized=False),
+        *(compat.load_whole(ref.at[batch, head, rows], ROW, optimized=False) for ref in carry[1:]),
+    )
+
+
+def await_carry(carried: Carried, warpgroup: int) -> State:
+    """The statistics that were fetched into shared memory, once they are there."""
+    plgpu.barrier_wait(carried.filled.at[warpgroup])
+    return State(
+        compat.load_whole(carried.output.at[own_rows(warpgroup)], plgpu.Layout.WGMMA),
+        *(compat.load_whole(ref.at[warpgroup], ROW) for ref in (carried.total, carried.maximum)),
+    )
+
+
+def merge(carry: State, state: State) -> State:
+    maximum = jnp.maximum(carry.maximum, state.maximum)
+    reference = jnp.maximum(maximum, _FLOOR)
+    before, here = jnp.exp2(carry.maximum - reference), jnp.exp2(state.maximum - reference)
+    output = carry.output * broadcast(before, carry.output) + state.output * broadcast(here, state.output)
+    return State(output, carry.total * before + state.total * here, maximum)
 
 
 def store(results: Any, state: State, place: Place, dtype: Any, finish: bool, staging: Any, reused: bool) -> None:
     """Output, sum and max to memory; with `finish`, output is divided by sum and in `dtype`.
 
     Args:
-      staging: the warpgroup's shared memory for a finished output, which then leaves by TMA; None stores from registers.
+      staging: the warpgroup's shared memory for the output, which then leaves by TMA; None stores from registers.
       reused: whether an item before this one may still be leaving through it.
     """
     batch, head, rows = place
@@ -323,12 +361,12 @@ def store(results: Any, state: State, place: Place, dtype: Any, finish: bool, st
     results[1][batch, head, rows] = total
     results[2][batch, head, rows] = maximum
     if finish:
-        output *= broadcast(jnp.where(total == 0, 0.0, 1 / total), output)
-    if finish and staging is not None:
-        if reused:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
-        staging[...] = output.astype(dtype)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staging, results[0].at[batch, rows, head])
-    else:  # TMA reads whole rows of shared memory
-        compat.store_whole(results[0].at[batch, rows, head], output.astype(dtype if finish else jnp.float32))
+        output = (output * broadcast(jnp.where(total == 0, 0.0, 1 / total), output)).astype(dtype)
+    if staging is None:
+        compat.store_whole(results[0].at[batch, rows, head], output)
+        return
+    if reused:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the item before
+    staging[...] = output
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staging, results[0].at[batch, rows, head])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_ring_attention.kernels.mosaic_gpu.common import ROWS, WARPGROUPS
@@ -28,6 +29,18 @@ def zeros(dim: int) -> Any:
     return plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA)
 
 
+def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+    """`pl.when`, or plain Python where the answer is known."""
+    if not isinstance(condition, bool):
+        return pl.when(condition)
+
+    def run(body: Callable[[], None]) -> None:
+        if condition:
+            body()
+
+    return run
+
+
 def build(body: Callable[..., None], out_type: Any, scratch: tuple[Any, ...], grid: dict[str, int]) -> Callable[..., Any]:
     """A kernel of two compute warpgroups and one memory warpgroup per CTA; the last axis of `grid` runs fastest."""
     return plgpu.kernel(
@@ -38,5 +51,9 @@ def build(body: Callable[..., None], out_type: Any, scratch: tuple[Any, ...], gr
         grid_names=tuple(grid),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=0,  # rows of a wgmma tile are reduced within a warp
+        ),
     )
